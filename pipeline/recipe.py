@@ -1,0 +1,315 @@
+"""Recipes: strict, typed YAML that holds values and never import paths.
+
+A recipe may name another one under `extends:` and override parts of it; the command line overrides both
+(`train.learning_rate=5e-4`). An unknown key is an error that names the nearest valid one.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from drafthead.data.errors import InputError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9}
+
+
+def _count(value: object) -> object:
+    """Read `200M`, `8k` or `1_000` as an integer."""
+    if isinstance(value, str):
+        text = value.strip().replace("_", "")
+        scale = SUFFIXES.get(text[-1:], 1)
+        try:
+            return int(float(text[:-1] if scale > 1 else text) * scale)
+        except ValueError:
+            return value
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    name: str | None = None
+    """Folder below `dir`; the recipe's name unless given."""
+    dir: str = "runs"
+    seed: int = 0
+    launch: str = "single"
+    """A file of recipes/launch/ without `.yaml`: how many processes, which DeepSpeed stage."""
+
+
+class SourceConfig(Section):
+    source: str
+    """`builtin`, `builtin:self-written`, `self`, a JSONL file, or a Hugging Face data set id."""
+    split: str = "train"
+    """Of a Hugging Face data set."""
+    limit: Count | None = None
+    share: float | None = Field(None, gt=0, le=1)
+    """Part of all training prompts that this source gives; needs `prompts.limit`."""
+
+
+class SelfPromptsConfig(Section):
+    """How the target writes prompts itself (source `self`; the Magpie method)."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(0.95, gt=0, le=1)
+    max_new_tokens: Count = 200
+
+
+class PromptsConfig(Section):
+    sources: list[SourceConfig]
+    limit: Count | None = None
+    """Training prompts in all."""
+    heldout: list[SourceConfig] | float = Field(0.02)
+    """Sources of held-out prompts, or the share of the training sources that is held out."""
+    heldout_limit: Count | None = None
+    self_written: SelfPromptsConfig = SelfPromptsConfig()
+    max_prompt_chars: Count = 16_000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_one_source(cls, value: object) -> object:
+        """`prompts: data.jsonl` is the same as `prompts: {sources: [{source: data.jsonl}]}`."""
+        return {"sources": [{"source": value}]} if isinstance(value, str) else value
+
+
+class RespondConfig(Section):
+    engine: Literal["vllm", "transformers", "off"] = "vllm"
+    """`off` takes the answers that the conversations already hold."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    temperature: float = Field(0.0, ge=0)
+    max_new_tokens: Count = 256
+    max_model_len: Count = 2048
+    max_num_seqs: Count = 256
+    kv_cache_gib: int = Field(4, ge=1)
+
+
+class EncodeConfig(Section):
+    max_length: Count = 2048
+    template_kwargs: dict[str, Any] = {}
+    """Given to the chat template exactly as the server will (`enable_thinking`, ...)."""
+
+
+class DraftVocabConfig(Section):
+    size: Count = 32_000
+
+
+class CaptureConfig(Section):
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    aux_layers: list[int] | None = None
+    """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given."""
+    batch_tokens: Count = 4096
+    shard_tokens: Count = 65_536
+
+
+class HeadConfig(Section):
+    type: Literal["eagle3"] = "eagle3"
+    init_from_target: bool = True
+    """Layer from the target's last layer, fc the identity on the last aux state."""
+    train_lm_head: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class TrainConfig(Section):
+    tokens: Count
+    """Training tokens in all, over as many epochs as that takes."""
+    batch_tokens: Count = 8192
+    """Tokens of one micro batch on one process."""
+    accumulation: Count = 1
+    depth: int = Field(7, ge=1, le=16)
+    """Training-time-test steps: how many draft tokens ahead the head is trained."""
+    loss: Literal["soft_ce", "kl", "lk", "lk_hybrid"] = "soft_ce"
+    step_weight: float = Field(0.8, gt=0)
+    """Step j of the unroll weighs step_weight ** j."""
+    learning_rate: float = Field(1e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_ratio: float = Field(0.015, ge=0, lt=1)
+    max_grad_norm: float = Field(0.5, gt=0)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    evaluate_every: Count = 500
+    """Optimiser steps between held-out walks."""
+    checkpoint_every: Count = 500
+    keep_checkpoints: Count = 2
+    log_every: Count = 10
+
+
+class EvalConfig(Section):
+    k: int = Field(3, ge=1, le=16)
+    temperature: float = Field(0.0, ge=0)
+    max_new_tokens: Count = 96
+    limit: Count | None = None
+    """Held-out prompts used, spread over the domains."""
+    batch_size: Count = 64
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+
+
+class ExportConfig(Section):
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    k: int = Field(3, ge=1, le=16)
+    """`num_speculative_tokens` in speculative_config.json."""
+
+
+class ServeCheckConfig(Section):
+    k: list[int] = [3, 5]
+    limit: Count | None = 40
+    """Held-out prompts served, spread over the domains."""
+    timed_prompts: Count = 6
+    """Of these, how many are decoded one by one for the batch-1 time."""
+    max_new_tokens: Count = 96
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    kv_cache_gib: int = Field(2, ge=1)
+    max_model_len: Count = 2048
+    tolerance: float = Field(0.02, gt=0)
+    """Largest |served - predicted| of any position."""
+
+
+class TrackingConfig(Section):
+    project: str = "drafthead"
+
+
+class Recipe(Section):
+    target: str
+    """A folder, a hub id, or `builtin:smollm2-135m-instruct`."""
+    head: HeadConfig = HeadConfig()
+    run: RunConfig = RunConfig()
+    prompts: PromptsConfig
+    respond: RespondConfig = RespondConfig()
+    encode: EncodeConfig = EncodeConfig()
+    draft_vocab: DraftVocabConfig = DraftVocabConfig()
+    capture: CaptureConfig = CaptureConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+    serve_check: ServeCheckConfig = ServeCheckConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe given as a path or as a name below recipes/ (`eagle3`, `qwen3_8b/eagle3`)."""
+    given = Path(name)
+    candidates = [given] if given.suffix in (".yaml", ".yml") else [RECIPES / f"{name}.yaml", given]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = [str(path.relative_to(RECIPES).with_suffix("")) for path in sorted(RECIPES.rglob("*.yaml"))]
+    known = [name for name in known if not name.startswith("launch/")]
+    raise InputError(f"{name}: no such recipe; give a YAML file or one of {', '.join(known)}")
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """Read, merge, override and check a recipe.
+
+    Raises:
+        InputError: Naming the file and the field, and the nearest valid key for an unknown one.
+    """
+    path = find_recipe(name)
+    values = _read_extended(path, ())
+    for override in overrides or []:
+        _apply_override(values, override)
+    recipe = check_recipe(values, str(path))
+    if recipe.run.name is None:
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": run_name(path)})})
+    return recipe
+
+
+def run_name(path: Path) -> str:
+    """`recipes/eagle3.yaml` -> `eagle3`, `recipes/qwen3_8b/eagle3.yaml` -> `qwen3_8b-eagle3`."""
+    resolved = path.resolve()
+    inside = resolved.relative_to(RECIPES) if resolved.is_relative_to(RECIPES) else Path(path.name)
+    return "-".join(inside.with_suffix("").parts)
+
+
+def check_recipe(values: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{where}: {'; '.join(_explain(problem) for problem in error.errors())}") from None
+
+
+def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a recipe is a mapping of sections, this is {type(values).__name__}")
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    parent_path = (path.parent / str(parent)).resolve()
+    if not parent_path.is_file():
+        raise InputError(f"{path}: extends: {parent_path} does not exist")
+    if parent_path in (*seen, path.resolve()):
+        raise InputError(f"{path}: extends: {parent} leads back to itself")
+    return _merge(_read_extended(parent_path, (*seen, path.resolve())), values)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise InputError(f"{override}: an override is written key=value, for instance train.tokens=2M")
+    keys = dotted.split(".")
+    node = values
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise InputError(f"{override}: {key} holds a value, not a section")
+    try:
+        node[keys[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"{override}: the value is not valid YAML; quote it") from None
+
+
+def _explain(problem: Any) -> str:
+    field = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
+    if problem["type"] == "extra_forbidden":
+        valid = _keys_beside(problem["loc"])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.0)
+        return f"unknown key {field}; did you mean {'.'.join([*field.split('.')[:-1], *near])}?"
+    if problem["type"] == "missing":
+        return f"{field} is missing"
+    return f"{field}={problem['input']!r}: {problem['msg'].lower()}"
+
+
+def _keys_beside(location: tuple[Any, ...]) -> list[str]:
+    """Names of the fields of the section that `location` (of an unknown key) lies in."""
+    model: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        if isinstance(part, str) and part in model.model_fields:
+            found = _section_of(model.model_fields[part].annotation)
+            model = found or model
+    return list(model.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        if found := _section_of(inner):
+            return found
+    return None
