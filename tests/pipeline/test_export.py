@@ -1,0 +1,575 @@
+"""The exported folder, and a preflight that must name every single fault made in it."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafthead.data.errors import GateError, InputError
+from drafthead.pipeline.export import rope
+from drafthead.pipeline.export.card import model_card
+from drafthead.pipeline.export.preflight import PreflightReport, preflight
+from drafthead.pipeline.export.vllm import (
+    HeadOptions,
+    expected_shapes,
+    export_head,
+    initial_digests,
+    serve_command,
+)
+from drafthead.pipeline.target import Target
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+V, U, D, P = 512, 128, 64, 32
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+OPTIONS = HeadOptions(aux_layer_ids=(1, 2, 4))
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def tiny_config(**changes: Any) -> LlamaConfig:
+    values: Config = {
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": P,
+        "max_position_embeddings": 4096,
+        "rope_parameters": DEFAULT_ROPE,
+        "tie_word_embeddings": True,
+        "dtype": torch.float32,
+    }
+    return LlamaConfig(**{**values, **changes})
+
+
+def head_state(options: HeadOptions = OPTIONS, draft_vocab: int = U, seed: int = 1) -> Tensors:
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": P,
+        "vocab_size": V,
+        "draft_vocab_size": draft_vocab,
+        "target_hidden_size": D,
+        "num_aux_hidden_states": len(options.aux_layer_ids),
+        **options.norms(),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: shape for name, shape in expected_shapes(sizes).items() if name != "embed_tokens.weight"}
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+
+
+def draft_map(size: int = U) -> tuple[Tensor, Tensor]:
+    """Every fourth target token."""
+    ids = torch.arange(size) * (V // size)
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[ids] = True
+    return ids - torch.arange(size), t2d
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "target"
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config()).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return folder
+
+
+def make_export(
+    folder: Path,
+    target: Path,
+    options: HeadOptions = OPTIONS,
+    draft_vocab: int = U,
+    dtype: str = "bfloat16",
+    state: Tensors | None = None,
+    inv_freq: list[float] | None = None,
+) -> Path:
+    d2t, t2d = draft_map(draft_vocab)
+    raw = json.loads((target / "config.json").read_text())
+    export_head(
+        folder,
+        head_state=state or head_state(options, draft_vocab),
+        options=options,
+        target=Target(target),
+        d2t=d2t,
+        t2d=t2d,
+        k=3,
+        dtype=dtype,
+        inv_freq=inv_freq or rope.inverse_frequencies(rope.rope_of(raw), P),
+        trained_length=512,
+        initial_digests=initial_digests(head_state(options, draft_vocab, seed=2)),
+    )
+    return folder
+
+
+@pytest.fixture
+def export(tmp_path: Path, tiny_target: Path) -> Path:
+    return make_export(tmp_path / "run" / "export", tiny_target)
+
+
+def fields(report: PreflightReport) -> set[str]:
+    return {failure["field"] for failure in report.failures}
+
+
+# ---- a good export ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("draft_vocab", [U, V], ids=["reduced", "full vocabulary"])
+def test_a_good_export_passes(tmp_path: Path, tiny_target: Path, dtype: str, draft_vocab: int) -> None:
+    folder = make_export(tmp_path / "export", tiny_target, draft_vocab=draft_vocab, dtype=dtype)
+    report = preflight(folder, tiny_target)
+    assert report.failures == []
+    assert report.ok
+    assert ("d2t" in load_file(folder / "model.safetensors")) is (draft_vocab == U)
+
+
+@pytest.mark.parametrize("norm", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+def test_every_norm_passes_and_is_held_to_training(tmp_path: Path, tiny_target: Path, norm: str) -> None:
+    options = HeadOptions(aux_layer_ids=(0, 3), **{norm: True})
+    folder = make_export(tmp_path / "export", tiny_target, options=options)
+    assert preflight(folder, tiny_target).ok
+    change_config(folder, lambda config: config.update({norm: False}))
+    assert norm in fields(preflight(folder, tiny_target))
+
+
+def test_transformers_reads_the_config(export: Path) -> None:
+    config = AutoConfig.from_pretrained(export)
+    assert config.model_type == "llama"
+    assert config.num_hidden_layers == 1
+    assert config.rope_parameters["rope_theta"] == 1e6
+    assert config.eagle_aux_hidden_state_layer_ids == [1, 2, 4]
+
+
+def test_tensors_are_those_given_and_the_embeddings_those_of_the_target(
+    export: Path, tiny_target: Path
+) -> None:
+    tensors = load_file(export / "model.safetensors")
+    for name, tensor in head_state().items():
+        assert torch.equal(tensors[name], tensor.to(torch.bfloat16))
+    assert torch.equal(tensors["embed_tokens.weight"], Target(tiny_target).embedding_VD.to(torch.bfloat16))
+    assert torch.equal(torch.arange(U) + tensors["d2t"], torch.arange(U) * 4)
+
+
+def test_the_serve_command_survives_the_shell(tmp_path: Path, tiny_target: Path) -> None:
+    target = tmp_path / "it's a target"
+    shutil.copytree(tiny_target, target)
+    folder = make_export(tmp_path / "my run" / "export", target)
+    words = shlex.split(serve_command(target, folder))
+    assert words[:4] == ["vllm", "serve", str(target), "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    assert preflight(folder, target).serve_command == serve_command(target, folder)
+
+
+def test_an_export_that_fails_leaves_the_old_one_whole(export: Path, tiny_target: Path) -> None:
+    before = {path.name: path.read_bytes() for path in export.iterdir()}
+    broken = head_state()
+    broken["fc.weight"] = torch.ones(2, 2, device="meta")
+    with pytest.raises(NotImplementedError):
+        make_export(export, tiny_target, state=broken)
+    assert {path.name: path.read_bytes() for path in export.iterdir()} == before
+    assert [path.name for path in export.parent.iterdir()] == ["export"]
+
+
+def test_exporting_again_replaces_the_folder(export: Path, tiny_target: Path) -> None:
+    (export / "leftover.bin").write_bytes(b"old")
+    make_export(export, tiny_target, dtype="float32")
+    assert sorted(path.name for path in export.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "speculative_config.json",
+    ]
+    assert preflight(export, tiny_target).ok
+    assert [path.name for path in export.parent.iterdir()] == ["export"]
+
+
+def test_a_reduced_head_without_its_map_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    with pytest.raises(InputError, match="d2t"):
+        export_head(
+            tmp_path / "export",
+            head_state=head_state(),
+            options=OPTIONS,
+            target=Target(tiny_target),
+            d2t=None,
+            t2d=None,
+            k=3,
+            dtype="float32",
+            inv_freq=[1.0],
+            trained_length=512,
+            initial_digests=initial_digests(head_state()),
+        )
+
+
+# ---- one fault each --------------------------------------------------------------------------------------
+
+
+def change_config(folder: Path, change: Callable[[Config], Any], file: str = "config.json") -> None:
+    config = json.loads((folder / file).read_text())
+    change(config)
+    (folder / file).write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
+    "no aux ids": (lambda c: c.pop(IDS), IDS),
+    "aux ids out of range": (lambda c: c.update({IDS: [1, 2, 5]}), IDS),
+    "aux ids negative": (lambda c: c.update({IDS: [-1, 2, 4]}), IDS),
+    "aux ids not ascending": (lambda c: c.update({IDS: [2, 1, 4]}), IDS),
+    "aux ids repeated": (lambda c: c.update({IDS: [2, 2, 4]}), IDS),
+    "aux ids of another training": (lambda c: c.update({IDS: [0, 2, 4]}), "aux_layer_ids"),
+    "nested aux ids differ": (lambda c: c["eagle_config"].update({IDS: [0, 1, 2]}), f"eagle_config.{IDS}"),
+    "aux states switched off": (
+        lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
+        "eagle_config.use_aux_hidden_state",
+    ),
+    "nested norm wins": (
+        lambda c: c["eagle_config"].update(norm_before_fc=True),
+        "eagle_config.norm_before_fc",
+    ),
+    "aux count": (lambda c: c.update(num_aux_hidden_states=2), "num_aux_hidden_states"),
+    "layer count of the target": (lambda c: c.update(num_hidden_layers=4), "num_hidden_layers"),
+    "dtype against tensors": (lambda c: c.update(dtype="float32", torch_dtype="float32"), "fc.weight"),
+    "dtype against torch_dtype": (lambda c: c.update(torch_dtype="float32"), "dtype"),
+    "null": (lambda c: c.update(pad_token_id=None), "pad_token_id"),
+    "nested null": (lambda c: c["rope_parameters"].update(factor=None), "rope_parameters.factor"),
+    "2048 positions": (lambda c: c.update(max_position_embeddings=2048), "max_position_embeddings"),
+    "quantisation block copied": (lambda c: c.update(quantization_config={"bits": 8}), "quantization_config"),
+    "tied embeddings": (lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
+    "another activation": (lambda c: c.update(hidden_act="gelu"), "hidden_act"),
+    "head_dim": (lambda c: c.update(head_dim=16), "midlayer.self_attn.q_proj.weight"),
+    "head count": (lambda c: c.update(num_attention_heads=4), "midlayer.self_attn.q_proj.weight"),
+    "key-value heads": (lambda c: c.update(num_key_value_heads=2), "midlayer.self_attn.k_proj.weight"),
+    "no head_dim": (lambda c: c.pop("head_dim"), "head_dim"),
+    "vocab_size": (lambda c: c.update(vocab_size=500), "vocab_size"),
+    "draft_vocab_size": (lambda c: c.update(draft_vocab_size=100), "lm_head.weight"),
+    "draft_vocab_size above the target's": (lambda c: c.update(draft_vocab_size=600), "draft_vocab_size"),
+    "hidden size of the target": (lambda c: c.update(target_hidden_size=96), "target_hidden_size"),
+    "norm epsilon": (lambda c: c.update(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "attention bias": (lambda c: c.update(attention_bias=True), "attention_bias"),
+    "mlp bias": (lambda c: c.update(mlp_bias=True), "mlp_bias"),
+    "norm flag missing": (lambda c: c.pop("norm_output"), "norm_output"),
+    "norm flag flipped": (lambda c: c.update(norm_before_residual=True), "norm_before_residual"),
+    "architecture": (lambda c: c.update(architectures=["LlamaForCausalLM"]), "architectures"),
+    "model type": (lambda c: c.update(model_type="eagle"), "model_type"),
+    "never trained": (
+        lambda c: c["drafthead"].update(initial_digest=initial_digests(head_state())["bfloat16"]),
+        "drafthead.initial_digest",
+    ),
+    "no provenance": (lambda c: c.pop("drafthead"), "drafthead.initial_digest"),
+    "another target": (
+        lambda c: c["drafthead"].update(target_fingerprint="0" * 16),
+        "drafthead.target_fingerprint",
+    ),
+    "rope base": (lambda c: c["rope_parameters"].update(rope_theta=10000.0), "rope_parameters"),
+    "older rope base": (lambda c: c.update(rope_theta=10000.0), "rope_theta"),
+    "no older rope schema": (lambda c: c.pop("rope_theta"), "rope_theta"),
+    "no newer rope schema": (lambda c: c.pop("rope_parameters"), "rope_parameters"),
+    "rope type": (lambda c: c["rope_parameters"].update(rope_type="dynamic"), "rope_parameters.rope_type"),
+    "partial rotation": (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.5), "rope_parameters"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_a_fault_in_the_config_is_named(export: Path, tiny_target: Path, fault: str) -> None:
+    change, field = CONFIG_FAULTS[fault]
+    change_config(export, change)
+    report = preflight(export, tiny_target)
+    assert not report.ok
+    assert field in fields(report)
+    assert all(failure.keys() == {"gate", "field", "message"} for failure in report.failures)
+
+
+def _zero(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors[name].zero_()
+
+
+def _poke(name: str, value: float) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
+
+
+TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
+    "no embeddings": (lambda t: t.pop("embed_tokens.weight"), "embed_tokens.weight"),
+    "random embeddings": (lambda t: t["embed_tokens.weight"].normal_(), "embed_tokens.weight"),
+    "one bit of the embeddings": (_poke("embed_tokens.weight", 0.5), "embed_tokens.weight"),
+    "no d2t": (lambda t: t.pop("d2t"), "d2t"),
+    "d2t holds target ids": (lambda t: t["d2t"].add_(torch.arange(U)), "d2t"),
+    "d2t not ascending": (lambda t: t["d2t"][5:6].fill_(0), "d2t"),
+    "d2t beyond the vocabulary": (lambda t: t["d2t"][-1:].fill_(V), "d2t"),
+    "d2t negative": (lambda t: t["d2t"][:1].fill_(-1), "d2t"),
+    "d2t of int32": (lambda t: t.update(d2t=t["d2t"].int()), "d2t"),
+    "t2d of another map": (lambda t: t["t2d"][1:2].fill_(True), "t2d"),
+    "extra tensor": (lambda t: t.update({"midlayer.extra.weight": torch.ones(2)}), "midlayer.extra.weight"),
+    "extra bias": (
+        lambda t: t.update({"midlayer.self_attn.q_proj.bias": torch.ones(64)}),
+        "midlayer.self_attn.q_proj.bias",
+    ),
+    "missing tensor": (lambda t: t.pop("midlayer.mlp.up_proj.weight"), "midlayer.mlp.up_proj.weight"),
+    "renamed tensor": (
+        lambda t: t.update({"layers.0.hidden_norm.weight": t.pop("midlayer.hidden_norm.weight")}),
+        "midlayer.hidden_norm.weight",
+    ),
+    "transposed tensor": (
+        lambda t: t.update({"fc.weight": t["fc.weight"].t().contiguous()}),
+        "fc.weight",
+    ),
+    "one tensor of float32": (lambda t: t.update({"norm.weight": t["norm.weight"].float()}), "norm.weight"),
+    "NaN": (_poke("fc.weight", float("nan")), "fc.weight"),
+    "infinity": (_poke("lm_head.weight", float("inf")), "lm_head.weight"),
+    "all zero": (_zero("midlayer.self_attn.o_proj.weight"), "midlayer.self_attn.o_proj.weight"),
+    "norm without an option": (
+        lambda t: t.update({"input_norm.weight": torch.ones(3 * D, dtype=torch.bfloat16)}),
+        "input_norm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_a_fault_in_the_tensors_is_named(export: Path, tiny_target: Path, fault: str) -> None:
+    change, field = TENSOR_FAULTS[fault]
+    change_tensors(export, change)
+    report = preflight(export, tiny_target)
+    assert not report.ok
+    assert fields(report) == {field} or fault in ("renamed tensor",)
+    assert field in fields(report)
+
+
+def test_a_map_of_the_full_vocabulary_is_a_fault(tmp_path: Path, tiny_target: Path) -> None:
+    folder = make_export(tmp_path / "export", tiny_target, draft_vocab=V)
+    change_tensors(folder, lambda tensors: tensors.update(d2t=torch.zeros(V, dtype=torch.int64)))
+    assert fields(preflight(folder, tiny_target)) == {"d2t"}
+
+
+SPECULATIVE_FAULTS: dict[str, tuple[Config, str]] = {
+    "method eagle": ({"method": "eagle"}, "method"),
+    "method left to guessing": ({"method": None}, "method"),
+    "k of another head": ({"num_speculative_tokens": 8}, "num_speculative_tokens"),
+    "k zero": ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+    "k as text": ({"num_speculative_tokens": "3"}, "num_speculative_tokens"),
+    "relative path": ({"model": "run/export"}, "model"),
+    "path of another folder": ({"model": "/tmp"}, "model"),
+    "no path": ({"model": None}, "model"),
+}
+
+
+@pytest.mark.parametrize("fault", SPECULATIVE_FAULTS)
+def test_a_fault_in_the_speculative_config_is_named(export: Path, tiny_target: Path, fault: str) -> None:
+    values, field = SPECULATIVE_FAULTS[fault]
+    change_config(export, lambda config: config.update(values), "speculative_config.json")
+    assert fields(preflight(export, tiny_target)) == {f"speculative_config.{field}"}
+
+
+def test_a_missing_speculative_config_is_a_fault(export: Path, tiny_target: Path) -> None:
+    (export / "speculative_config.json").unlink()
+    report = preflight(export, tiny_target)
+    assert fields(report) == {"speculative_config.json"}
+    assert report.serve_command == ""
+
+
+@pytest.mark.parametrize(
+    "which", ["no export", "no target", "export without tensors", "torn tensors", "swapped"]
+)
+def test_a_wrong_folder_is_one_line(export: Path, tiny_target: Path, which: str) -> None:
+    if which == "export without tensors":
+        (export / "model.safetensors").unlink()
+    if which == "torn tensors":
+        whole = (export / "model.safetensors").read_bytes()
+        (export / "model.safetensors").write_bytes(whole[:-100])
+    folder = export / "nowhere" if which == "no export" else export
+    target = tiny_target / "nowhere" if which == "no target" else tiny_target
+    if which == "swapped":
+        change_config(export, lambda config: config.pop("num_hidden_layers"))
+        folder, target = target, folder
+    with pytest.raises(InputError) as caught:
+        preflight(folder, target)
+    assert "\n" not in str(caught.value)
+
+
+# ---- rotary embeddings -----------------------------------------------------------------------------------
+
+ROPES: dict[str, Config] = {
+    "default 1e6": DEFAULT_ROPE,
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024},
+    "yarn with options": {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 16.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+}
+
+
+def rope_target(folder: Path, source: Path, parameters: Config, older_schema: bool = False) -> Path:
+    shutil.copytree(source, folder)
+
+    def change(config: Config) -> None:
+        config.pop("rope_parameters")
+        if older_schema:
+            scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+            config["rope_theta"] = parameters["rope_theta"]
+            config["rope_scaling"] = scaling if scaling["rope_type"] != "default" else None
+        else:
+            config["rope_parameters"] = parameters
+
+    change_config(folder, change)
+    return folder
+
+
+def trained_frequencies(parameters: Config) -> tuple[list[float], float]:
+    """What transformers computes, as a head in training would."""
+    embedding = LlamaRotaryEmbedding(tiny_config(rope_parameters=dict(parameters)))
+    return embedding.inv_freq.tolist(), float(embedding.attention_scaling)
+
+
+@pytest.mark.parametrize("older_schema", [False, True], ids=["newer schema", "older schema"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_is_that_of_training_in_both_schemas(
+    tmp_path: Path, tiny_target: Path, kind: str, older_schema: bool
+) -> None:
+    target = rope_target(tmp_path / "target", tiny_target, ROPES[kind], older_schema)
+    trained, scaling = trained_frequencies(ROPES[kind])
+    folder = make_export(tmp_path / "export", target, inv_freq=trained)
+    assert preflight(folder, target).failures == []
+    config = json.loads((folder / "config.json").read_text())
+    for read in (rope.rope_of(config), rope.legacy_rope(config)):
+        assert rope.inverse_frequencies(read, P) == pytest.approx(trained, rel=2e-5)
+        assert rope.attention_scaling(read) == pytest.approx(scaling)
+    reread = AutoConfig.from_pretrained(folder)
+    assert LlamaRotaryEmbedding(reread).inv_freq.tolist() == pytest.approx(trained, rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_head_trained_without_the_scaling_is_refused(tmp_path: Path, tiny_target: Path, kind: str) -> None:
+    target = rope_target(tmp_path / "target", tiny_target, ROPES[kind])
+    plain = {"rope_type": "default", "rope_theta": ROPES[kind]["rope_theta"]}
+    folder = make_export(tmp_path / "export", target, inv_freq=trained_frequencies(plain)[0])
+    report = preflight(folder, target)
+    assert fields(report) == {"rope_parameters", "rope_theta"}
+    assert {failure["gate"] for failure in report.failures} == {"RopeGate"}
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_a_dropped_scaling_is_refused(tmp_path: Path, tiny_target: Path, kind: str) -> None:
+    target = rope_target(tmp_path / "target", tiny_target, ROPES[kind])
+    folder = make_export(tmp_path / "export", target)
+    change_config(folder, lambda config: config.pop("rope_scaling"))
+    assert fields(preflight(folder, target)) == {"rope_theta"}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "sideways"])
+def test_an_unknown_rope_type_is_refused_at_export(tmp_path: Path, tiny_target: Path, kind: str) -> None:
+    target = rope_target(
+        tmp_path / "target", tiny_target, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    )
+    with pytest.raises(GateError, match=f"RopeGate.*{kind}"):
+        make_export(tmp_path / "export", target, inv_freq=[1.0])
+    assert not (tmp_path / "export").exists()
+
+
+def test_partial_rotation_counts_the_rotated_pairs_alone() -> None:
+    read = rope.rope_of({"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25}})
+    frequencies = rope.inverse_frequencies(read, 256)
+    assert len(frequencies) == 32
+    assert frequencies[1] == pytest.approx(1e6 ** (-2 / 64))
+
+
+def test_partial_rotation_trained_in_full_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    target = rope_target(tmp_path / "target", tiny_target, {**DEFAULT_ROPE, "partial_rotary_factor": 0.5})
+    folder = make_export(tmp_path / "export", target, inv_freq=trained_frequencies(DEFAULT_ROPE)[0])
+    assert fields(preflight(folder, target)) == {"rope_parameters", "rope_theta"}
+
+
+def test_nested_and_image_parameters_are_flattened() -> None:
+    nested = {
+        "full_attention": DEFAULT_ROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert rope.rope_of({"rope_parameters": nested}) == DEFAULT_ROPE
+    image = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6}
+    assert rope.rope_of({"rope_parameters": image}) == DEFAULT_ROPE
+
+
+def test_a_missing_base_is_not_guessed() -> None:
+    with pytest.raises(InputError, match="rope_theta"):
+        rope.rope_of({"model_type": "qwen3"})
+    assert rope.rope_of({"model_type": "llama"})["rope_theta"] == 1e4
+
+
+# ---- the card --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    part = {
+        "k": 2,
+        "drafts": 4,
+        "per_position": [0.5, 0.25],
+        "conditional": [0.5, None],
+        "mean_acceptance_length": 1.75,
+        "mean_of_requests_acceptance_length": 1.5,
+        "draft_acceptance_rate": 0.375,
+    }
+    return {
+        "name": "my-head",
+        "target": "org/model",
+        "fingerprint": "abc",
+        "eval": {**part, "identical_to_plain": "9/9", "by_domain": {"math": part}},
+        "temperature": 0.0,
+        "data": {"training answers": 1234},
+        "versions": {"vllm": "0.32.0"},
+        "trained_length": 512,
+        "serve_command": "vllm serve 'a b'",
+        "license": "apache-2.0",
+    }
+
+
+def test_the_card_holds_numbers_command_and_how_they_were_measured(results: dict[str, Any]) -> None:
+    card = model_card(results)
+    for text in ("1.750", "1.500", "9/9", "| 1 | 0.250 | none |", "| math | 4 | 1.750 |", "1234", "0.32.0"):
+        assert text in card
+    for text in ("vllm serve 'a b'", "k = 2", "temperature 0", "full vocabulary", "apache-2.0", "512 tokens"):
+        assert text in card
+    assert "Served by vLLM" not in card
+
+
+@pytest.mark.parametrize(("ok", "verdict"), [(True, "head as predicted"), (False, "head NOT as predicted")])
+def test_the_card_shows_predicted_beside_served(results: dict[str, Any], ok: bool, verdict: str) -> None:
+    served = {**results["eval"], "per_position": [0.48, 0.26]}
+    results["serve_check"] = {"ok": ok, "predicted": results["eval"], "served": served}
+    card = model_card(results)
+    assert verdict in card
+    assert "| 0 | 0.500 | 0.480 |" in card
