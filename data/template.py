@@ -1,0 +1,262 @@
+"""How a server renders a conversation, and which text the target writes after that prompt.
+
+The prompt of a turn is rendered as vLLM does it (vllm/renderers/hf.py): the messages before the turn, with
+the generation prompt, to text, then to ids without special tokens added. The answer of the turn is what the
+render of the messages up to and with the turn has after that prompt. Some templates make the two disagree
+(they rewrite turns, pre-fill a think block, or leave the scaffold of the prompt out of finished turns); then
+the message itself decides, and a turn that stays in doubt is refused with a reason.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from drafthead.data.conversations import Message
+from drafthead.data.errors import InputError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+THINK, END_THINK = "<think>", "</think>"
+CLOSED_SCAFFOLD = re.compile(r"\s*(<think>\s*</think>\s*)?")
+PROBE = "drafthead-probe-of-an-answer"
+RESERVED_KWARGS = {
+    "chat_template",
+    "tokenize",
+    "tools",
+    "conversation",
+    "add_generation_prompt",
+    "return_dict",
+}
+Tools = list[dict[str, Any]] | None
+
+
+class TurnError(Exception):
+    """An assistant turn that cannot be trained on; the text is the reason."""
+
+
+class Template:
+    """A target's tokenizer and chat template, used exactly as its server uses them.
+
+    Raises:
+        InputError: The target has no chat template, or the template's arguments cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        target: str,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        end_of_turn_ids: Iterable[int] = (),
+    ):
+        if chat_template is None and not tokenizer.chat_template:
+            raise InputError(
+                f"{target}: its tokenizer has no chat template; add chat_template.jinja to that folder "
+                "or give one with --chat-template"
+            )
+        self.tokenizer = tokenizer
+        self.target = target
+        self.chat_template = chat_template
+        self.template_kwargs = dict(template_kwargs or {})
+        if reserved := RESERVED_KWARGS & self.template_kwargs.keys():
+            raise InputError(f"encode.template_kwargs.{min(reserved)}: set by the server, not by a request")
+        eos = tokenizer.eos_token_id
+        self.end_of_turn_ids = frozenset(end_of_turn_ids) | ({eos} if isinstance(eos, int) else set())
+
+    @classmethod
+    def load(
+        cls,
+        target: Path,
+        *,
+        chat_template: Path | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> "Template":
+        """Read tokenizer, template and end-of-turn ids from the target's folder.
+
+        Raises:
+            InputError: The tokenizer or the template file cannot be read.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError, KeyError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{target}: no tokenizer that can be loaded ({reason[:200]})") from None
+        return cls(
+            tokenizer,
+            target=str(target),
+            chat_template=None if chat_template is None else _read_template(chat_template),
+            template_kwargs=template_kwargs,
+            end_of_turn_ids=read_end_of_turn_ids(target),
+        )
+
+    def render(self, messages: list[Message], tools: Tools, *, add_generation_prompt: bool) -> str:
+        """Render to text.
+
+        Raises:
+            TurnError: The template refuses these messages.
+            InputError: The template itself is not valid.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_as_served(message) for message in messages],
+                tools=list(tools) if tools else None,
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError(f"{self.target}: chat template line {error.lineno}: {error.message}") from None
+        # a template is a program: on messages that it was not written for it fails in any of these ways
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TurnError(f"the chat template refuses the messages: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # transformers 5 returns dicts and batches where earlier versions returned lists
+        assert isinstance(ids, list), type(ids)
+        assert all(isinstance(token, int) for token in ids), ids[:3]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def render_prompt(self, messages: list[Message], tools: Tools = None) -> list[int]:
+        """Return the ids that a server makes of these messages before it answers.
+
+        Raises:
+            TurnError: The template refuses these messages.
+        """
+        return self.tokenize(self.render(messages, tools, add_generation_prompt=True))
+
+
+def read_end_of_turn_ids(target: Path) -> set[int]:
+    """Ids at which a server stops: `eos_token_id` of generation_config.json and config.json."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = target / name
+        if not path.is_file():
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for value in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
+            found.update([value] if isinstance(value, int) else value or [])
+    return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a chat template that can be read ({error})") from None
+
+
+def _as_served(message: Message) -> Message:
+    """What vLLM hands to the template: reasoning under both of its names, nothing of our own."""
+    served = {key: value for key, value in message.items() if key != "finish_reason"}
+    if "reasoning_content" in served:
+        served["reasoning"] = served["reasoning_content"]
+    return served
+
+
+# ---- the answer of a turn --------------------------------------------------------------------------------
+
+
+def served_turn(template: Template, messages: list[Message], index: int, tools: Tools) -> tuple[str, str]:
+    """Return (prompt, answer) of assistant turn `index` as text; the answer ends with all the template adds.
+
+    Raises:
+        TurnError: The template refuses the messages, or what the target writes here is in doubt.
+    """
+    message = messages[index]
+    prompt = template.render(messages[:index], tools, add_generation_prompt=True)
+    full = template.render(messages[: index + 1], tools, add_generation_prompt=False)
+    if (raw := _text_after_open_think(prompt, full, message)) is not None:
+        answer = raw + ending_of(template, messages, index, tools)
+    elif full.startswith(prompt):
+        answer = full[len(prompt) :]
+    else:
+        answer = _text_after_scaffold(template, messages, index, tools, prompt, full)
+    _check_round_trip(answer, message)
+    return prompt, answer
+
+
+def ending_of(template: Template, messages: list[Message], index: int, tools: Tools) -> str:
+    """What the template writes after the text of an answer: end of turn and trailing scaffold."""
+    return _probe(template, messages, index, tools)[1]
+
+
+def _probe(template: Template, messages: list[Message], index: int, tools: Tools) -> tuple[str, str]:
+    """Render the turn with a known answer; return the text before and after it."""
+    probe = {"role": "assistant", "content": PROBE}
+    text = template.render([*messages[:index], probe], tools, add_generation_prompt=False)
+    before, found, after = text.rpartition(PROBE)
+    if not found:
+        raise TurnError("the chat template does not render the answer")
+    return before, after
+
+
+def _text_after_open_think(prompt: str, full: str, message: Message) -> str | None:
+    """The message's own text, where it is what the target wrote after a pre-filled `<think>`.
+
+    An answer with only the closing tag is raw output, for the opening tag came from the prompt. With both
+    tags the template's render is used, unless it left the reasoning out.
+    """
+    content = message["content"]
+    opened = prompt.rstrip().endswith(THINK)
+    if (
+        not opened
+        or END_THINK not in content
+        or message.get("tool_calls")
+        or message.get("reasoning_content")
+    ):
+        return None
+    if THINK not in content:
+        return str(content)
+    opener = prompt[prompt.rindex(THINK) :]
+    if full.startswith(prompt) or not content.startswith(THINK):
+        return None
+    return str(content.removeprefix(opener if content.startswith(opener) else THINK))
+
+
+def _text_after_scaffold(
+    template: Template, messages: list[Message], index: int, tools: Tools, prompt: str, full: str
+) -> str:
+    """The answer where the prompt ends in scaffold that finished turns do not show (an empty think block)."""
+    if _reasoning_of(messages[index]):
+        raise TurnError("the answer holds reasoning that does not follow the served prompt")
+    before, _ = _probe(template, messages, index, tools)
+    if not full.startswith(before):
+        raise TurnError("the chat template rewrites the history when the answer is added")
+    if not prompt.startswith(before) or not CLOSED_SCAFFOLD.fullmatch(prompt[len(before) :]):
+        raise TurnError("the served prompt ends in text that the finished turn does not show")
+    return full[len(before) :]
+
+
+def _reasoning_of(message: Message) -> str:
+    thought = message["content"].rpartition(END_THINK)[0].split(THINK)[-1]
+    return str(message.get("reasoning_content") or thought).strip()
+
+
+def answer_of(message: Message) -> str:
+    """The text that a user sees: the content after its reasoning."""
+    return str(message["content"].rpartition(END_THINK)[2]).strip()
+
+
+def _check_round_trip(answer: str, message: Message) -> None:
+    """Refuse an answer in which the template lost or doubled part of the message."""
+    if answer_of(message) not in answer:
+        raise TurnError("the chat template does not render the answer")
+    if _reasoning_of(message) not in answer:
+        raise TurnError("the chat template does not render the reasoning")
+    if any(call["function"]["name"] not in answer for call in message.get("tool_calls", [])):
+        raise TurnError("the chat template does not render the tool calls")
+    closed = message["content"].count(END_THINK)
+    # without a closing tag of its own an answer may get one block from the template
+    allowed = (closed,) if closed or THINK in message["content"] else (0, 1)
+    if answer.count(END_THINK) not in allowed:
+        raise TurnError("the chat template does not keep the think tags of the answer")
