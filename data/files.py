@@ -1,5 +1,6 @@
 """Files that are either whole or absent: temporary name, fsync, rename."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -50,7 +51,23 @@ def read_json(path: Path) -> Any:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read a file that this program wrote; for users' files see `conversations.read_conversations`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+@contextlib.contextmanager
+def append_jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open a file that grows line by line; a torn last line of an earlier try is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in read_partial_jsonl(path))
+    if path.exists() and path.stat().st_size != len(whole.encode()):
+        write_text(path, whole)
+    with open(path, "a", encoding="utf-8") as file:
+
+        def append(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+
+        yield append
 
 
 def read_partial_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -125,7 +125,7 @@ class Engine:
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
             json.dump(asdict(self.config), file)
         self.config_path = Path(file.name)
-        self.log = open(self.log_path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+        self.log = open(self.log_path, "a", encoding="utf-8")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "drafthead.eval.engine", file.name],
             stdin=subprocess.PIPE,

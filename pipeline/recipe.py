@@ -130,6 +130,8 @@ class TrainConfig(Section):
     loss: Literal["soft_ce", "kl", "lk", "lk_hybrid"] = "soft_ce"
     step_weight: float = Field(0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
+    only_surviving: bool = False
+    """Train later steps only on slots whose chain has been right so far, as serving does."""
     learning_rate: float = Field(1e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)

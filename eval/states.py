@@ -1,0 +1,79 @@
+"""Reading a target's hidden states while it runs, by hooks.
+
+Id i is the residual stream entering layer i; the number of layers stands for the stream before the final norm.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from drafthead.data.errors import InputError
+from torch import Tensor, nn
+
+
+class StateRecorder:
+    """Run the decoder and keep the states that enter the chosen layers and the final norm."""
+
+    def __init__(self, model: nn.Module, layers: list[int]):
+        self.decoder, blocks, self.norm = find_decoder(model)
+        self.layers = layers
+        self.states: dict[int, Tensor] = {}
+        count = len(blocks)
+        for layer in {*layers, count}:
+            module = self.norm if layer == count else blocks[layer]
+            module.register_forward_pre_hook(self._keep(layer), with_kwargs=True)
+        self.last_id = count
+
+    def _keep(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            self.states[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+        return hook
+
+    def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """States of a right-padded batch: aux [B, T, A, D] and last [B, T, D]."""
+        with torch.inference_mode():
+            self.decoder(input_ids=ids_BT, use_cache=False)
+        return self.aux(), self.states[self.last_id]
+
+    def aux(self) -> Tensor:
+        """Captured states of the latest pass: [B, T, A, D]."""
+        return torch.stack([self.states[layer] for layer in self.layers], 2)
+
+    def record(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU."""
+        width = max(len(ids) for ids in rows)
+        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rows])
+        aux, last = self.forward(padded.to(next(self.decoder.parameters()).device))
+        aux, last = aux.cpu(), last.cpu()
+        for number, ids in enumerate(rows):
+            yield aux[number, : len(ids)].clone(), last[number, : len(ids)].clone()
+
+    def last_of(self, number: int) -> Tensor:
+        return self.states[self.last_id][number]
+
+
+def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """The decoder stack of a causal language model, its layers and its final norm.
+
+    Raises:
+        InputError: The model's parts have other names; the message lists what is there.
+    """
+    decoder = (
+        getattr(model, "model", None)
+        or getattr(model, "transformer", None)
+        or getattr(model, "backbone", model)
+    )
+    decoder = getattr(decoder, "language_model", decoder)
+    for layers_name, norm_name in (
+        ("layers", "norm"),
+        ("h", "ln_f"),
+        ("layers", "norm_f"),
+        ("layers", "final_layernorm"),
+    ):
+        if hasattr(decoder, layers_name) and hasattr(decoder, norm_name):
+            return decoder, getattr(decoder, layers_name), getattr(decoder, norm_name)
+    parts = ", ".join(name for name, _ in decoder.named_children())
+    raise InputError(
+        f"target: cannot find the decoder layers and final norm of {type(model).__name__} (parts: {parts})"
+    )

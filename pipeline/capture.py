@@ -1,0 +1,155 @@
+"""Capture: the frozen target's states of every training and held-out row.
+
+    drafthead capture runs/eagle3
+
+Notable: only the decoder runs, not the lm_head; layers are read by hooks, so that nothing but the captured states is
+kept; right padding needs no mask, since no real token attends to what comes after it.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafthead.data.encoding import Row, read_rows
+from drafthead.data.errors import GateError, InputError
+from drafthead.data.shards import ShardWriter, StoreInfo
+from drafthead.eval.states import StateRecorder
+from drafthead.pipeline.progress import progress
+from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.target import Target
+from torch import Tensor
+
+SPLITS = ("train", "heldout")
+MAX_BAD_SHARE = 0.01
+LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 5e-3}
+"""Largest |difference| / largest |logit|; the half types round the stored state itself."""
+
+
+def capture(run: Run) -> dict[str, Any]:
+    """Write the state stores of both splits; rows of whole shards are not captured again."""
+    settings = run.recipe.capture
+    target = run.target
+    layers = target.resolve_aux_layers(settings.aux_layers)
+    info = StoreInfo(
+        fingerprint=target.fingerprint,
+        layer_ids=layers,
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        dtype=settings.dtype,
+    )
+    rows = {split: read_rows(run.input("encode") / f"{split}.parquet") for split in SPLITS}
+    tokens = sum(len(row.input_ids) for split in SPLITS for row in rows[split])
+    folder = run.folder("capture")
+    check_disk(
+        folder, tokens * info.bytes_per_token(), f"{tokens:,} tokens x {info.bytes_per_token():,} bytes"
+    )
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = target.load(getattr(torch, settings.dtype), device)
+    recorder = StateRecorder(model, layers)
+    counts: dict[str, Any] = {"layer_ids": layers, "bytes_per_token": info.bytes_per_token()}
+    bad: list[str] = []
+    for split in SPLITS:
+        writer = ShardWriter(folder / split, info, settings.shard_tokens)
+        todo = [row for row in rows[split] if row.key not in writer.done]
+        total = sum(len(row.input_ids) for row in rows[split])
+        left = sum(len(row.input_ids) for row in todo)
+        gate = FeatureGate(model, target, settings.dtype)
+        with progress(total, f"capture {split}", "tok", total - left) as bar:
+            for batch in length_batches(todo, settings.batch_tokens):
+                for row, (aux, last) in zip(
+                    batch, recorder.record([row.input_ids for row in batch]), strict=True
+                ):
+                    reason = find_fault(aux, last, len(row.input_ids))
+                    if reason:
+                        bad.append(f"{row.key} ({reason})")
+                    else:
+                        writer.add(row.key, aux, last)
+                    bar.update(len(row.input_ids))
+                gate.check(batch[0], recorder.last_of(0))
+        index = writer.finish()
+        counts[split] = {
+            "rows": len(writer.done),
+            "tokens": sum(shard["tokens"] for shard in index["shards"]),
+        }
+    if len(bad) > MAX_BAD_SHARE * sum(len(rows[split]) for split in SPLITS):
+        raise GateError("FeatureGate", "states", f"{len(bad)} rows are unusable, for instance {bad[0]}")
+    return {**counts, "bad": bad}
+
+
+def check_disk(folder: Path, needed: int, what: str) -> None:
+    """Refuse before any work when the states would not fit.
+
+    Raises:
+        InputError: The disk of `folder` has less room than the states need.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        raise InputError(
+            f"capture: {what} = {needed / 1e9:,.1f} GB, but {folder} has {free / 1e9:,.1f} GB free; use fewer prompts "
+            f"(prompts.limit), shorter rows (encode.max_length), or another disk (DRAFTHEAD_CACHE=...)"
+        )
+
+
+class FeatureGate:
+    """Stored last states must lead to the target's own logits, by way of the tensors on disk."""
+
+    EVERY = 32
+
+    def __init__(self, model: Any, target: Target, dtype: str):
+        self.model = model
+        self.dtype = dtype
+        self.norm_D = target.final_norm_D.float()
+        self.head_VD = target.lm_head_VD.float()
+        self.eps = float(target.config.rms_norm_eps)
+        self.batches = 0
+
+    def check(self, row: Row, last_TD: Tensor) -> None:
+        """Look at a few positions of one row, now and then.
+
+        Raises:
+            GateError: norm + lm_head of the state is not what the target computes.
+        """
+        self.batches += 1
+        if self.batches % self.EVERY != 1:
+            return
+        ids = torch.tensor([row.input_ids], device=last_TD.device)
+        with torch.inference_mode():
+            own_QV = self.model(input_ids=ids, use_cache=False, logits_to_keep=4).logits[0].float().cpu()
+        state = last_TD[len(row.input_ids) - len(own_QV) : len(row.input_ids)].float().cpu()
+        normed = state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_D
+        difference = (normed @ self.head_VD.T - own_QV).abs().max() / own_QV.abs().max()
+        if not difference <= LOGIT_TOLERANCE[self.dtype]:
+            raise GateError(
+                "FeatureGate",
+                f"row {row.key}",
+                f"norm + lm_head of the captured last state differs from the target's logits by {difference:.3g} of "
+                f"their size (allowed: {LOGIT_TOLERANCE[self.dtype]}); the state is not the one before the final norm, "
+                f"or the target scales or caps its logits",
+            )
+
+
+def find_fault(aux_TAD: Tensor, last_TD: Tensor, length: int) -> str | None:
+    """Why the states of a row cannot be used, or None."""
+    if len(aux_TAD) != length or len(last_TD) != length:
+        return f"short: {len(last_TD)} states for {length} tokens"
+    for name, states in (("aux", aux_TAD.flatten(1)), ("last", last_TD)):
+        if not bool(torch.isfinite(states).all()):
+            return f"{name} holds NaN or infinity"
+        if bool((states == 0).all(-1).any()):
+            return f"{name} holds a zero state"
+        if length > 2 and bool((states[1:] == states[1:2]).all()):
+            return f"{name} is the same at every position"
+    return None
+
+
+def length_batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """Rows of similar length together, longest first; at most `batch_tokens` tokens with padding."""
+    ordered = sorted(rows, key=lambda row: -len(row.input_ids))
+    while ordered:
+        size = max(1, batch_tokens // len(ordered[0].input_ids))
+        yield ordered[:size]
+        ordered = ordered[size:]

@@ -1,0 +1,284 @@
+"""The command line: `drafthead run RECIPE`, one sub-command per stage, and the checks.
+
+Every command takes `--json` for one object on stdout; everything else goes to stderr. Exit codes: 0 what was asked holds,
+1 a check or gate failed, 2 bad input.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.errors import GateError, InputError
+
+STAGE_HELP = {
+    "prompts": "collect prompts and hold some out",
+    "respond": "let the target write every assistant turn",
+    "encode": "make token rows with loss masks",
+    "draft-vocab": "choose the draft vocabulary",
+    "capture": "store the target's hidden states",
+    "train": "train the head",
+    "eval": "run the speculative loop over held-out or given prompts",
+    "export": "write what vLLM loads (or: export preflight DIR --target DIR)",
+    "serve-check": "serve with real vLLM and compare with the prediction",
+}
+
+
+def main() -> None:
+    quiet_libraries()
+    arguments = parse(sys.argv[1:])
+    with report_errors():
+        code = arguments.command(arguments)
+        sys.exit(code)
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn errors that a user can mend into one line and an exit code."""
+    try:
+        yield
+    except GateError as error:
+        _stop(str(error), 1)
+    except InputError as error:
+        _stop(str(error), 2)
+    except BrokenPipeError:
+        os._exit(1)  # the reader of our output left; nothing to say to anyone
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = error.filename if error.filename is not None else "a file"
+        _stop(
+            f"{where}: {error.strerror}; mend that and run the same command again, finished work is kept", 2
+        )
+    except KeyboardInterrupt:
+        _stop("interrupted; the same command goes on from here", 130)
+
+
+def _stop(message: str, code: int) -> None:
+    print(f"drafthead: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def quiet_libraries() -> None:
+    """Keep third parties' start-up lines out of our output; users' own settings win."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DS_LOG_LEVEL", "ERROR")
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    if argv[:2] == ["export", "preflight"]:  # `export` takes a run, `export preflight` a folder
+        argv = ["export-preflight", *argv[2:]]
+    parser = argparse.ArgumentParser(
+        prog="drafthead", description="Draft heads for speculative decoding: train, evaluate, export, check."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    run = _add(commands, "run", "run a recipe from prompts to the served check", run_recipe)
+    run.add_argument("recipe", help="a name below recipes/ or a YAML file")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="for instance train.tokens=2M")
+    run.add_argument("--plan", action="store_true", help="print stages, sizes, disk and time; run nothing")
+
+    for name, text in STAGE_HELP.items():
+        stage = _add(commands, name, text, run_stage)
+        stage.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+        stage.set_defaults(stage=name)
+        if name in ("eval", "serve-check"):
+            stage.add_argument("--prompts", type=Path, help="JSONL with messages, prompt or turns a line")
+            stage.add_argument("--k", type=_positive, help="draft tokens per round")
+            stage.add_argument("--max-new-tokens", type=_positive)
+            stage.add_argument(
+                "--limit", type=_positive, help="at most so many prompts, spread over the domains"
+            )
+        if name == "eval":
+            stage.add_argument("--temperature", type=_temperature)
+
+    preflight = _add(
+        commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight
+    )
+    preflight.add_argument("export", type=Path, metavar="DIR")
+    preflight.add_argument("--target", required=True)
+
+    inspect = _add(commands, "inspect", "show which tokens of conversations are supervised", run_inspect)
+    inspect.add_argument("--target", required=True)
+    inspect.add_argument("--conversations", type=Path, required=True)
+    inspect.add_argument("--chat-template", type=Path)
+    inspect.add_argument("--template-kwargs", type=_json_object, default={})
+    inspect.add_argument("--max-length", type=_positive, default=2048)
+
+    _add(commands, "doctor", "examine this machine and the installation", run_doctor)
+    return parser.parse_args(argv)
+
+
+def _add(commands: Any, name: str, text: str, command: Callable[[argparse.Namespace], int]) -> Any:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 on (0 is greedy)")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('a JSON object, for instance {"enable_thinking": false}')
+    return value
+
+
+# ---- commands; heavy imports wait until one is chosen ----------------------------------------------------
+
+
+def run_recipe(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.plan import make_plan, render_plan
+    from drafthead.pipeline.recipe import load_recipe
+    from drafthead.pipeline.run_dir import create_run
+    from drafthead.pipeline.stages import STAGES
+    from drafthead.pipeline.summary import render_summary, summarize_run
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.plan:
+        plan = make_plan(recipe)
+        _print(arguments, plan, render_plan(plan))
+        return 0
+    run = create_run(recipe, STAGES)
+    with _output_of_stages_to_stderr():
+        for name in STAGES:
+            _run_one(run, name)
+    summary = summarize_run(run)
+    _print(arguments, summary, render_summary(summary))
+    return 0 if summary["ok"] else 1
+
+
+def run_stage(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    run = open_run(arguments.run_dir, STAGES, [])
+    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature"}
+    if any(getattr(arguments, name, None) is not None for name in custom):
+        return _run_custom(arguments, run)
+    with _output_of_stages_to_stderr():
+        _run_one(run, arguments.stage)
+    folder = run.folder(arguments.stage)
+    has_report = (folder / "report.json").is_file()
+    report = run.report(arguments.stage) if has_report else {"stage": arguments.stage, "path": str(folder)}
+    _print(arguments, report, json.dumps(report, indent=2))
+    return 0 if report.get("ok", True) else 1
+
+
+def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
+    """`eval` or `serve-check` with other prompts or settings than the recipe's; the run's files stay as they are."""
+    from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+    from drafthead.pipeline.serve_check import check_prompts
+
+    settings = run.recipe.eval if arguments.stage == "eval" else run.recipe.serve_check
+    new_tokens = arguments.max_new_tokens or settings.max_new_tokens
+    limit = arguments.limit or (None if arguments.prompts else settings.limit)
+    prompts = load_prompts(run, arguments.prompts, limit)
+    with _output_of_stages_to_stderr():
+        if arguments.stage == "eval":
+            temperature = settings.temperature if arguments.temperature is None else arguments.temperature
+            options = EvalOptions(
+                k=arguments.k or settings.k, temperature=temperature, max_new_tokens=new_tokens, limit=limit
+            )
+            report = evaluate_prompts(run, prompts, options)
+        else:
+            depths = [arguments.k] if arguments.k else settings.k
+            report = check_prompts(run, prompts, depths, new_tokens)
+    _print(arguments, report, json.dumps(report, indent=2))
+    return 0 if report.get("ok", True) else 1
+
+
+def _run_one(run: Any, name: str) -> None:
+    if run.run_stage(name):
+        seconds = run.record["stages"][name]["seconds"]
+        print(f"{name}: done in {seconds:.0f} s", file=sys.stderr)
+    else:
+        print(f"{name}: already there, {run.folder(name)}", file=sys.stderr)
+
+
+def run_preflight(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.export.preflight import preflight
+    from drafthead.pipeline.target import open_target
+
+    report = preflight(arguments.export, open_target(arguments.target).path)
+    lines = [f"{one['gate']}: {one['field']}: {one['message']}" for one in report.failures]
+    lines.append(
+        report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder"
+    )
+    _print(arguments, asdict(report), "\n".join(lines))
+    return 0 if report.ok else 1
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    from drafthead.data.encoding import inspect_conversations, print_inspection
+    from drafthead.data.template import Template
+    from drafthead.pipeline.target import open_target
+
+    template = Template.load(
+        open_target(arguments.target).path,
+        chat_template=arguments.chat_template,
+        template_kwargs=arguments.template_kwargs,
+    )
+    inspection = inspect_conversations(template, arguments.conversations, max_length=arguments.max_length)
+    if arguments.json:
+        print(json.dumps(inspection, ensure_ascii=False))
+    else:
+        print_inspection(template, inspection, sys.stdout)
+    if not inspection["kept"]:
+        raise InputError(
+            f"{arguments.conversations}: no samples remain, {len(inspection['dropped'])} dropped"
+        )
+    return 0
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.doctor import examine, render
+
+    findings = examine()
+    _print(arguments, findings, render(findings))
+    return 0 if findings["ok"] else 1
+
+
+def _print(arguments: argparse.Namespace, value: Any, text: str) -> None:
+    print(json.dumps(value, ensure_ascii=False) if arguments.json else text)
+
+
+@contextlib.contextmanager
+def _output_of_stages_to_stderr() -> Iterator[None]:
+    """Libraries print; stdout holds nothing but the result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Eval: the true speculative loop over held-out prompts, with the trained head and the target in transformers.
+
+drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafthead.data.conversations import Conversation, read_conversations
+from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.errors import InputError
+from drafthead.data.files import write_json
+from drafthead.data.template import Template, TurnError
+from drafthead.eval.acceptance import RequestRounds, summarize
+from drafthead.eval.decode import Answer, DecodeOptions, decode
+from drafthead.eval.hf_target import HFTarget
+from drafthead.pipeline.heads.build import build_frozen_target, load_head
+from drafthead.pipeline.heads.drafter import Eagle3Drafter
+from drafthead.pipeline.progress import progress
+from drafthead.pipeline.prompts import spread
+from drafthead.pipeline.respond import read_prompts, turn_contexts
+from drafthead.pipeline.run_dir import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What a user may change for one evaluation."""
+
+    k: int
+    temperature: float
+    max_new_tokens: int
+    limit: int | None
+    prompts: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as a server would see it."""
+
+    domain: str
+    ids: list[int]
+
+
+def evaluate(run: Run) -> dict[str, Any]:
+    """The stage: the recipe's evaluation on the run's held-out prompts."""
+    settings = run.recipe.eval
+    options = EvalOptions(
+        k=settings.k,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        limit=settings.limit,
+    )
+    report = evaluate_prompts(run, load_prompts(run, options.prompts, options.limit), options)
+    write_json(run.folder("eval") / "report.json", report)
+    return {
+        name: report[name]
+        for name in ("mean_acceptance_length", "per_position", "identical_to_plain", "drafts")
+    }
+
+
+def evaluate_prompts(run: Run, prompts: list[Prompt], options: EvalOptions) -> dict[str, Any]:
+    """Generate speculatively and, at temperature 0, plainly; returns the object of `drafthead eval --json`."""
+    loop = SpeculativeLoop(run)
+    drafted = loop.generate(prompts, options, k=options.k)
+    report = summarize(
+        [
+            RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
+            for prompt, answer in zip(prompts, drafted, strict=True)
+        ],
+        options.k,
+    )
+    identical = None
+    if options.temperature == 0:
+        plain = loop.generate(prompts, options, k=0)
+        same = sum(a.tokens == b.tokens for a, b in zip(drafted, plain, strict=True))
+        identical = f"{same}/{len(prompts)}"
+    return {
+        **report,
+        "identical_to_plain": identical,
+        "prompts": len(prompts),
+        "temperature": options.temperature,
+        "max_new_tokens": options.max_new_tokens,
+        "dtype": run.recipe.eval.dtype,
+        "method": "speculative loop in transformers, chain of greedy drafts, full vocabulary",
+    }
+
+
+def load_prompts(run: Run, path: Path | None, limit: int | None) -> list[Prompt]:
+    """First turns as served prompts: of a file, or of the run's held-out set; spread over the domains.
+
+    Raises:
+        InputError: No prompt can be rendered.
+    """
+    conversations = read_prompts(run, "heldout") if path is None else read_conversations(path, str(path))[0]
+    template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
+    longest = run.recipe.serve_check.max_model_len - run.recipe.eval.max_new_tokens - 16
+    prompts, reasons = [], []
+    for one in spread(conversations, limit):
+        try:
+            ids = template.render_prompt(_first_turn(one), one.tools)
+        except TurnError as error:
+            reasons.append(str(error))
+            continue
+        if len(ids) > longest:
+            reasons.append(f"longer than {longest} tokens (serve_check.max_model_len)")
+            continue
+        prompts.append(Prompt(domain=one.domain, ids=ids))
+    if not prompts:
+        raise InputError(
+            f"{path or 'held-out prompts'}: no prompt can be used ({(reasons or ['there are none'])[0]})"
+        )
+    return prompts
+
+
+def _first_turn(one: Conversation) -> list[dict[str, Any]]:
+    return turn_contexts(one.messages)[0]
+
+
+class SpeculativeLoop:
+    """Target, head and prompts, batched by length."""
+
+    def __init__(self, run: Run):
+        settings = run.recipe.eval
+        self.batch_size = settings.batch_size
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = getattr(torch, settings.dtype)
+        folder = run.input("train")
+        head, description = load_head(folder, run.target)
+        vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
+        # the served head is the exported one: its rounding is part of what is predicted
+        rounded = head.to(getattr(torch, run.recipe.export.dtype)).to(dtype)
+        frozen = build_frozen_target(run.target, vocab).to(self.device)
+        self.drafter = Eagle3Drafter(rounded.to(self.device), frozen)
+        self.target = HFTarget(run.target.load(dtype, self.device), description["aux_layer_ids"])
+        self.end_ids = run.target.end_of_turn_ids
+        self.seed = run.recipe.run.seed
+
+    def generate(self, prompts: list[Prompt], options: EvalOptions, *, k: int) -> list[Answer]:
+        """Answers in the order of the prompts; plain decoding for k = 0."""
+        answers: dict[int, Answer] = {}
+        settings = DecodeOptions(
+            max_new_tokens=options.max_new_tokens,
+            end_ids=self.end_ids,
+            temperature=options.temperature,
+            seed=self.seed,
+        )
+        drafter = self.drafter if k else None
+        what = f"eval k={k}" if k else "eval plain"
+        with progress(len(prompts), what, "prompt") as bar:
+            for numbers in self._batches(prompts):
+                batch = [prompts[number].ids for number in numbers]
+                found = decode(self.target, drafter, batch, k, settings, on_progress=bar.update)
+                answers.update(zip(numbers, found, strict=True))
+        return [answers[number] for number in range(len(prompts))]
+
+    def _batches(self, prompts: list[Prompt]) -> Iterator[list[int]]:
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]

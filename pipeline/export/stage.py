@@ -1,0 +1,86 @@
+"""Export: what vLLM loads, the speculative config, and the card; refused unless preflight passes.
+
+drafthead export runs/eagle3
+drafthead export preflight runs/eagle3/export --target DIR
+"""
+
+from typing import Any
+
+from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.errors import GateError
+from drafthead.data.files import read_json, write_text
+from drafthead.pipeline.export.card import model_card
+from drafthead.pipeline.export.preflight import preflight
+from drafthead.pipeline.export.vllm import HeadOptions, export_head, serve_command
+from drafthead.pipeline.run_dir import MANIFEST, Run, provenance
+from safetensors.torch import load_file
+
+
+def export(run: Run) -> dict[str, Any]:
+    """Write the export folder and check it as a stranger would, from its files alone.
+
+    Raises:
+        GateError: Preflight found a fault.
+    """
+    folder = run.folder("export")
+    trained = run.input("train")
+    description = read_json(trained / "head.json")
+    vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
+    norms = {
+        name: description["options"][name]
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
+    export_head(
+        folder,
+        head_state=load_file(trained / "head.safetensors"),
+        options=HeadOptions(aux_layer_ids=tuple(description["aux_layer_ids"]), **norms),
+        target=run.target,
+        d2t=vocab.d2t,
+        t2d=vocab.t2d,
+        k=run.recipe.export.k,
+        dtype=run.recipe.export.dtype,
+        inv_freq=description["inv_freq"],
+        trained_length=description["trained_length"],
+        initial_digests=description["initial_digests"],
+    )
+    report = preflight(folder, run.target.path)
+    if not report.ok:
+        first = report.failures[0]
+        raise GateError(first["gate"], first["field"], first["message"])
+    write_card(run, served=None)
+    run.record["export_path"] = str(folder.resolve())
+    run.save()
+    return {"export_path": str(folder.resolve()), "serve_command": report.serve_command}
+
+
+def write_card(run: Run, served: dict[str, Any] | None) -> None:
+    """Write README.md of the export, again when the served check has numbers for it."""
+    folder = run.folder("export")
+    encoded, vocab = run.report("encode")["train"], run.report("draft-vocab")
+    results = {
+        "name": run.recipe.run.name,
+        "target": run.recipe.target,
+        "fingerprint": run.target.fingerprint,
+        "eval": run.report("eval"),
+        "temperature": run.recipe.eval.temperature,
+        "serve_check": served,
+        "data": {
+            "training rows": encoded["kept"],
+            "training tokens": encoded["tokens"],
+            "supervised tokens": encoded["supervised_tokens"],
+            "tokens trained on, epochs included": run.report("train")["tokens"],
+            "draft vocabulary": f"{vocab['size']} of {vocab['target_vocab']}",
+            "its coverage of held-out answers": vocab["coverage_heldout"],
+        },
+        "versions": {**provenance()["versions"], "commit": provenance()["commit"]},
+        "trained_length": read_json(run.input("train") / "head.json")["trained_length"],
+        "serve_command": serve_command(run.target.path, folder),
+    }
+    write_text(folder / "README.md", model_card(results))
+    if (folder / MANIFEST).is_file():
+        manifest = read_json(folder / MANIFEST)
+        manifest["files"]["README.md"] = (folder / "README.md").stat().st_size
+        from drafthead.data.files import sha256_of, write_json
+
+        manifest["sha256"]["README.md"] = sha256_of(folder / "README.md")
+        write_json(folder / MANIFEST, manifest)

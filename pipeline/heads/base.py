@@ -1,0 +1,117 @@
+"""What a head is to the rest of the pipeline: the batch it is trained on and what it gives back.
+
+Shapes: T packed tokens, A captured layers, D hidden, U draft vocabulary, K unroll depth, R rows of one step.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
+from torch import Tensor, nn
+
+
+@dataclass(kw_only=True)
+class HeadBatch:
+    """A micro batch of packed documents, flat over tokens; slot i pairs token x[i+1] with the state of position i."""
+
+    tokens_T: Tensor
+    aux_TAD: Tensor
+    last_TD: Tensor
+    """State before the final norm."""
+    position_T: Tensor
+    supervised_T: Tensor
+    """True where the token is one that the target generates."""
+    documents: list[tuple[int, int]]
+    """(start, length) of each document, in order, covering 0..T."""
+
+    def step_masks(self, depth: int) -> Tensor:
+        """Slots whose draft is supervised at each step: [depth, T] bool.
+
+        Follows the PREDICTED token: slot i at step j predicts x[i+2+j], so the slot of the last prompt token, where
+        serving starts its first round, is among them. All tokens predicted before on this chain must be supervised too.
+        """
+        ahead = torch.stack([self.supervised_ahead(2 + step) for step in range(depth)])
+        return ahead.long().cumprod(0).bool()
+
+    def supervised_ahead(self, distance: int) -> Tensor:
+        """[T] bool: is the token `distance` further on supervised and of the same document?"""
+        ahead_T = torch.zeros_like(self.supervised_T)
+        for start, length in self.documents:
+            if length > distance:
+                ahead_T[start : start + length - distance] = self.supervised_T[
+                    start + distance : start + length
+                ]
+        return ahead_T
+
+
+@dataclass(kw_only=True)
+class HeadOutput:
+    """Sums over the rows of a micro batch; nothing is averaged before the whole step is known.
+
+    Attributes:
+        loss: sum over steps j of step_weight ** j times the summed row losses; a scalar with a gradient.
+        loss_K: The summed row losses of each step, unweighted, detached.
+        rows_K: How many slots each step supervised.
+        survived_K: For how many of them the draft tokens up to and with this step were all right
+            (over the full vocabulary: a token that the draft vocabulary lacks is a miss).
+        survived_TK: The same flag of each slot.
+    """
+
+    loss: Tensor
+    loss_K: Tensor
+    rows_K: Tensor
+    survived_K: Tensor
+    survived_TK: Tensor
+
+
+class FrozenTarget(nn.Module):
+    """The parts of the target that a head reads and never changes: embeddings, final norm, lm_head."""
+
+    embedding_VD: Tensor
+    norm_D: Tensor
+    lm_head_UD: Tensor
+    target_ids_U: Tensor
+
+    def __init__(
+        self, embedding_VD: Tensor, norm_D: Tensor, lm_head_VD: Tensor, target_ids_U: Tensor, eps: float
+    ):
+        """Keep the lm_head's rows of the draft vocabulary only; `target_ids_U` says which."""
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("embedding_VD", embedding_VD)
+        self.register_buffer("norm_D", norm_D)
+        self.register_buffer("lm_head_UD", lm_head_VD[target_ids_U])
+        self.register_buffer("target_ids_U", target_ids_U)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding_VD[tokens]
+
+    def probabilities(self, last_RD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Target distribution over the draft vocabulary, renormalised: [R, U] fp32."""
+        wide = last_RD.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_D.float()
+        logits_RU = normed.to(dtype) @ self.lm_head_UD.to(dtype).T
+        return logits_RU.float().softmax(-1)
+
+
+class DraftLMHead(nn.Module):
+    """The draft lm_head [U, D]; its forward pass includes the loss, so that ZeRO-3 has gathered the weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(
+        self,
+        hidden_RD: Tensor,
+        target_RU: Tensor | None = None,
+        weight_R: Tensor | None = None,
+        loss: str = "soft_ce",
+    ) -> Any:
+        """Logits [R, U], or (weighted loss sum, argmax [R]) when target probabilities are given."""
+        if target_RU is None:
+            return hidden_RD @ self.weight.to(hidden_RD.dtype).T
+        assert weight_R is not None
+        return linear_soft_ce(hidden_RD, self.weight, target_RU, weight_R, loss)

@@ -1,0 +1,154 @@
+"""What a run would do: stages, sizes, disk, memory and time, before anything is done (`--plan`)."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafthead.data.shards import StoreInfo
+from drafthead.data.sources import PROMPTS, SELF_WRITTEN
+from drafthead.pipeline.recipe import Recipe, SourceConfig
+from drafthead.pipeline.run_dir import Run, cache_dir
+from drafthead.pipeline.stages import STAGES
+from drafthead.pipeline.target import open_target
+
+RATES_CPU = {"respond": 750.0, "capture": 2200.0, "train": 2800.0}
+"""Tokens/s of the built-in target on two CPU cores (docs/performance.md); other targets scale with their size."""
+REFERENCE_PARAMETERS = 135e6
+MEAN_PROMPT_TOKENS = 110
+UNKNOWN_SOURCE_PROMPTS = 100_000
+
+
+def make_plan(recipe: Recipe) -> dict[str, Any]:
+    """Estimate every stage; the numbers of prompts of files and hub data sets are counted or assumed, and marked so.
+
+    Raises:
+        InputError: The target or a setting cannot be used.
+    """
+    target = open_target(recipe.target)
+    layers = target.resolve_aux_layers(recipe.capture.aux_layers)
+    prompts, exact = count_prompts(recipe)
+    answers = prompts * recipe.respond.max_new_tokens
+    tokens = prompts * min(recipe.encode.max_length, MEAN_PROMPT_TOKENS + recipe.respond.max_new_tokens)
+    info = StoreInfo(
+        fingerprint=target.fingerprint,
+        layer_ids=layers,
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        dtype=recipe.capture.dtype,
+    )
+    on_gpu = torch.cuda.is_available()
+    size = num_parameters(recipe, target.config)
+    disk = tokens * info.bytes_per_token()
+    run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
+    seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], answers, tokens)
+    return {
+        "recipe": recipe.run.name,
+        "run_dir": str(run.path),
+        "target": {"path": str(target.path), "layers": target.num_layers, "hidden": target.hidden_size},
+        "aux_layer_ids": layers,
+        "prompts": {"count": prompts, "exact": exact},
+        "answer_tokens_at_most": answers,
+        "row_tokens": tokens,
+        "parameters": size,
+        "disk": {
+            "states_gb": round(disk / 1e9, 2),
+            "bytes_per_token": info.bytes_per_token(),
+            "free_gb": round(shutil.disk_usage(existing(cache_dir())).free / 1e9, 1),
+        },
+        "memory": {"training_gb": round(training_bytes(recipe, target, size["head"]) / 1e9, 2)},
+        "stages": [
+            {"name": name, "finished": run.is_finished(name), "estimated_s": seconds.get(name)}
+            for name in STAGES
+        ],
+    }
+
+
+def count_prompts(recipe: Recipe) -> tuple[int, bool]:
+    """Training prompts in all, and whether that is a count or partly an assumption."""
+    counts = [count_source(source) for source in recipe.prompts.sources]
+    total = sum(count for count, _ in counts)
+    if recipe.prompts.limit is not None:
+        total = min(total, recipe.prompts.limit)
+    return total, all(exact for _, exact in counts)
+
+
+def count_source(source: SourceConfig) -> tuple[int, bool]:
+    path = Path(source.source).expanduser()
+    if source.source == "builtin:self-written":
+        count, exact = count_lines(PROMPTS / "train" / SELF_WRITTEN), True
+    elif source.source == "builtin":
+        files = (file for file in (PROMPTS / "train").glob("*.jsonl") if file.name != SELF_WRITTEN)
+        count, exact = sum(count_lines(file) for file in files), True
+    elif path.is_file():
+        count, exact = count_lines(path), True
+    else:
+        count, exact = UNKNOWN_SOURCE_PROMPTS, False
+    return (count if source.limit is None else min(count, source.limit)), exact or source.limit is not None
+
+
+def count_lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def num_parameters(recipe: Recipe, config: Any) -> dict[str, int]:
+    """Parameters of the target (a Llama-shaped estimate) and trainable ones of the head."""
+    size, middle = config.hidden_size, config.intermediate_size
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or size // heads
+    attention, mlp = size * width * (2 * heads + 2 * groups), 3 * size * middle
+    target = config.num_hidden_layers * (attention + mlp) + config.vocab_size * size
+    draft_vocab = min(recipe.draft_vocab.size, config.vocab_size)
+    num_aux = len(recipe.capture.aux_layers or [0, 0, 0])
+    head = num_aux * size * size + attention + size * width * (heads + 2 * groups) + mlp
+    return {"target": target, "head": head + (draft_vocab * size if recipe.head.train_lm_head else 0)}
+
+
+def training_bytes(recipe: Recipe, target: Any, head: int) -> int:
+    """Weights, gradients and moments in fp32, frozen embeddings, and the logits of one micro batch."""
+    frozen = target.vocab_size * target.hidden_size * 2 + recipe.draft_vocab.size * target.hidden_size * 2
+    logits = recipe.train.batch_tokens * recipe.draft_vocab.size * (4 + 2 * recipe.train.depth)
+    states = recipe.train.batch_tokens * target.hidden_size * 16 * recipe.train.depth
+    return head * 16 + frozen + logits + states
+
+
+def estimate_seconds(recipe: Recipe, target_parameters: int, answers: int, tokens: int) -> dict[str, int]:
+    scale = target_parameters / REFERENCE_PARAMETERS
+    return {
+        "respond": round(answers * scale / RATES_CPU["respond"]),
+        "capture": round(tokens * scale / RATES_CPU["capture"]),
+        "train": round(recipe.train.tokens * scale * recipe.train.depth / 3 / RATES_CPU["train"]),
+    }
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def render_plan(plan: dict[str, Any]) -> str:
+    prompts, disk = plan["prompts"], plan["disk"]
+    lines = [
+        f"recipe    {plan['recipe']} -> {plan['run_dir']}",
+        f"target    {plan['target']['path']} ({plan['parameters']['target'] / 1e6:,.0f} M parameters, "
+        f"{plan['target']['layers']} layers, hidden {plan['target']['hidden']})",
+        f"states    layers {plan['aux_layer_ids']} and the last one, {disk['bytes_per_token']:,} bytes/token",
+        f"prompts   {prompts['count']:,}{'' if prompts['exact'] else ' (assumed: the source is not counted yet)'}",
+        f"answers   at most {plan['answer_tokens_at_most']:,} tokens",
+        f"disk      {disk['states_gb']:,} GB of states; {disk['free_gb']:,} GB free",
+        f"training  {plan['parameters']['head'] / 1e6:.1f} M parameters, about {plan['memory']['training_gb']} GB memory",
+        "",
+    ]
+    for stage in plan["stages"]:
+        time = (
+            "done"
+            if stage["finished"]
+            else ""
+            if stage["estimated_s"] is None
+            else f"about {stage['estimated_s']} s"
+        )
+        lines.append(f"  {stage['name']:<12} {time}")
+    return "\n".join(lines)

@@ -1,0 +1,200 @@
+"""Respond: the target writes every assistant turn, and the engine's own token ids are kept.
+
+    drafthead respond runs/eagle3
+
+Notable: a conversation's next turn is asked as soon as the one before is answered, so all turns share one engine; every
+answer is appended to a file at once, so that a killed stage goes on where it stopped.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from drafthead.data.conversations import Conversation, parse_conversation
+from drafthead.data.errors import InputError
+from drafthead.data.files import append_jsonl, read_jsonl, read_partial_jsonl, write_json, write_jsonl
+from drafthead.data.template import Template, TurnError
+from drafthead.eval.engine import Engine, EngineConfig, Request, Result, is_available
+from drafthead.eval.hf_engine import TransformersEngine
+from drafthead.pipeline.progress import progress
+from drafthead.pipeline.run_dir import Run
+
+SPLITS = ("train", "heldout")
+
+
+def respond(run: Run) -> dict[str, Any]:
+    """Write `answers.jsonl`, one line per assistant turn that the target wrote."""
+    settings = run.recipe.respond
+    folder = run.folder("respond")
+    if settings.engine == "off":
+        report = {"engine": "off", "answers": 0}
+        write_json(folder / "report.json", report)
+        return report
+    part = folder / "answers.part.jsonl"
+    template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
+    dialogues = [Dialogue(one, split, template) for split in SPLITS for one in read_prompts(run, split)]
+    by_id = {(one.split, one.conversation.id): one for one in dialogues}
+    for row in read_partial_jsonl(part):
+        by_id[row["split"], row["id"]].answers.append(row)
+    total = sum(one.num_turns for one in dialogues)
+    done = sum(len(one.answers) for one in dialogues)
+    skipped: Counter[str] = Counter()
+    if done < total:
+        with progress(total, "respond", "answer", done) as bar, append_jsonl(part) as append:
+            for row in _generate(run, dialogues, skipped):
+                append(row)
+                bar.update()
+    answers = [row for one in dialogues for row in one.answers]
+    if not answers:
+        raise InputError(f"respond: no prompt could be answered ({_reasons(skipped)})")
+    write_jsonl(folder / "answers.jsonl", answers)
+    part.unlink(missing_ok=True)
+    report = {
+        "engine": settings.engine,
+        "answers": len(answers),
+        "tokens": sum(len(row["completion_ids"]) for row in answers),
+        "finish_reasons": dict(Counter(row["finish_reason"] for row in answers)),
+        "skipped": dict(skipped),
+    }
+    write_json(folder / "report.json", report)
+    return report
+
+
+def read_prompts(run: Run, split: str) -> list[Conversation]:
+    rows = read_jsonl(run.input("prompts") / f"{split}.jsonl")
+    return [parse_conversation(row, number=number, source=row["source"]) for number, row in enumerate(rows)]
+
+
+def open_engine(run: Run, seed: int) -> Engine | TransformersEngine:
+    """The engine that the recipe asks for.
+
+    Raises:
+        InputError: vLLM is asked for and not installed.
+    """
+    settings = run.recipe.respond
+    if settings.engine == "vllm":
+        if not is_available():
+            raise InputError(
+                "respond.engine=vllm: vllm is not installed; run `make setup` or set respond.engine=transformers"
+            )
+        config = EngineConfig(
+            model=str(run.target.path),
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            kv_cache_gib=settings.kv_cache_gib,
+            seed=seed,
+        )
+        return Engine(config, run.path / "logs" / "respond.log")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, settings.dtype)
+    load = lambda: run.target.load(dtype, device)  # noqa: E731
+    return TransformersEngine(load, run.target.end_of_turn_ids, min(32, settings.max_num_seqs), seed)
+
+
+class Dialogue:
+    """A conversation whose assistant turns are written one after another."""
+
+    def __init__(self, conversation: Conversation, split: str, template: Template):
+        self.conversation = conversation
+        self.split = split
+        self.template = template
+        self.answers: list[dict[str, Any]] = []
+        self.turns = turn_contexts(conversation.messages)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    def next_context(self) -> list[int]:
+        """Ids that a server renders before the next answer, earlier answers as the target wrote them.
+
+        Raises:
+            TurnError: The template refuses the messages.
+        """
+        messages: list[dict[str, Any]] = []
+        for answer, given in zip(self.answers, self.turns, strict=False):
+            messages += [*given, {"role": "assistant", "content": self._text(answer["completion_ids"])}]
+        return self.template.render_prompt(
+            [*messages, *self.turns[len(self.answers)]], self.conversation.tools
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        kept = [token for token in ids if token not in self.template.end_of_turn_ids]
+        return self.template.decode(kept)
+
+
+def turn_contexts(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Split what is given into the part before each assistant turn that the target is to write.
+
+    Every user message is answered, and assistant messages of the data are left out: the target writes its own. A
+    conversation with tool results keeps its messages, since new calls would not fit them; only its last answer is written.
+    """
+    if any(message["role"] == "tool" for message in messages):
+        given = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        return [given]
+    turns: list[list[dict[str, Any]]] = []
+    pending: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        pending.append(message)
+        if message["role"] == "user":
+            turns.append(pending)
+            pending = []
+    return turns
+
+
+def _generate(run: Run, dialogues: list[Dialogue], skipped: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Ask for all open turns; yield each answer's line and ask for the turn after it."""
+    settings = run.recipe.respond
+    waiting: dict[str, tuple[Dialogue, list[int]]] = {}
+
+    def ask(engine: Engine | TransformersEngine, number: int, dialogue: Dialogue) -> None:
+        if len(dialogue.answers) == dialogue.num_turns:
+            return
+        try:
+            context = dialogue.next_context()
+        except TurnError as error:
+            skipped[str(error)] += 1
+            return
+        room = settings.max_model_len - len(context)
+        if room < 2:
+            skipped["prompt longer than respond.max_model_len"] += 1
+            return
+        key = f"{number}-{len(dialogue.answers)}"
+        waiting[key] = (dialogue, context)
+        engine.submit(
+            Request(
+                key=key,
+                prompt_ids=context,
+                max_new_tokens=min(settings.max_new_tokens, room),
+                temperature=settings.temperature,
+            )
+        )
+
+    with open_engine(run, seed=run.recipe.run.seed) as engine:
+        for number, dialogue in enumerate(dialogues):
+            ask(engine, number, dialogue)
+        for result in engine.results():
+            dialogue, context = waiting.pop(result.key)
+            row = _line(dialogue, context, result)
+            dialogue.answers.append(row)
+            yield row
+            ask(engine, int(result.key.split("-")[0]), dialogue)
+
+
+def _line(dialogue: Dialogue, context: list[int], result: Result) -> dict[str, Any]:
+    return {
+        "id": dialogue.conversation.id,
+        "split": dialogue.split,
+        "turn": len(dialogue.answers),
+        "context_ids": context,
+        "completion_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+    }
+
+
+def _reasons(counts: Counter[str]) -> str:
+    return "; ".join(f"{reason} ({number})" for reason, number in counts.most_common(3)) or "there were none"

@@ -1,0 +1,179 @@
+"""Served check: the same prompts through a real vLLM, with and without the head, held against what was predicted.
+
+    drafthead serve-check runs/eagle3 --prompts spec_bench.jsonl --k 3
+
+Two predictions are compared with vLLM's counters: our own speculative loop over the same prompts, and the walk over the
+texts that vLLM itself wrote. The plain run writes a few tokens more than the others, because vLLM counts draft tokens that
+lie behind an answer's end.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from drafthead.data.encoding import Row
+from drafthead.data.files import read_json, write_json
+from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
+from drafthead.eval.engine import EngineConfig, Request
+from drafthead.eval.served import Served, compare, measure
+from drafthead.pipeline.evaluate import EvalOptions, Prompt, SpeculativeLoop, load_prompts
+from drafthead.pipeline.export.stage import write_card
+from drafthead.pipeline.heads.base import HeadBatch
+from drafthead.pipeline.progress import progress
+from drafthead.pipeline.run_dir import Run
+
+WALK_TOLERANCE = 0.01
+
+
+def serve_check(run: Run) -> dict[str, Any]:
+    """The stage: held-out prompts at every k of the recipe."""
+    settings = run.recipe.serve_check
+    report = check_prompts(run, load_prompts(run, None, settings.limit), settings.k, settings.max_new_tokens)
+    write_json(run.folder("serve-check") / "report.json", report)
+    write_card(run, served=report)
+    return {name: report[name] for name in ("ok", "identical_to_plain", "speedup_batch_1")}
+
+
+def check_prompts(run: Run, prompts: list[Prompt], depths: list[int], max_new_tokens: int) -> dict[str, Any]:
+    """Serve the prompts plainly and with the head at every k.
+
+    Returns:
+        The object of `drafthead serve-check --json`: `predicted` and `served` are those of the first k; `by_k` holds all.
+    """
+    settings = run.recipe.serve_check
+    timed = list(range(len(prompts)))[: settings.timed_prompts]
+    plain = _serve(run, prompts, timed, None, max_new_tokens, behind=max(depths))
+    loop = SpeculativeLoop(run)
+    by_k = {}
+    for k in depths:
+        served = _serve(run, prompts, timed, k, max_new_tokens)
+        by_k[str(k)] = _compare(run, loop, prompts, plain, served, k, max_new_tokens)
+    first = by_k[str(depths[0])]
+    return {
+        "ok": all(one["ok"] for one in by_k.values()),
+        "failures": [failure for one in by_k.values() for failure in one["failures"]],
+        "prompts": len(prompts),
+        **{name: first[name] for name in ("k", "predicted", "served", "walk", "identical_to_plain")},
+        "plain_ms_per_token": plain.median_ms_per_token,
+        "speculative_ms_per_token": first["ms_per_token"],
+        "speedup_batch_1": first["speedup_batch_1"],
+        "dtype": settings.dtype,
+        "max_new_tokens": max_new_tokens,
+        "by_k": by_k,
+    }
+
+
+def _serve(
+    run: Run, prompts: list[Prompt], timed: list[int], k: int | None, max_new_tokens: int, behind: int = 0
+) -> Served:
+    """All prompts at once, with `behind` tokens more; then the timed ones alone."""
+    settings = run.recipe.serve_check
+    speculative = None
+    if k is not None:
+        speculative = {
+            **read_json(run.input("export") / "speculative_config.json"),
+            "num_speculative_tokens": k,
+        }
+    config = EngineConfig(
+        model=str(run.target.path),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=64,
+        kv_cache_gib=settings.kv_cache_gib,
+        speculative_config=speculative,
+    )
+    requests = [
+        Request(key=str(number), prompt_ids=prompt.ids, max_new_tokens=max_new_tokens + behind)
+        for number, prompt in enumerate(prompts)
+    ]
+    alone = [replace(requests[number], max_new_tokens=max_new_tokens) for number in timed]
+    log_path = run.path / "logs" / f"serve-{'plain' if k is None else f'k{k}'}.log"
+    with progress(len(prompts) + len(timed), f"vLLM {'plain' if k is None else f'k={k}'}", "prompt") as bar:
+        return measure(config, requests, alone, log_path, lambda done, total: bar.update(done - bar.n))
+
+
+def _compare(
+    run: Run,
+    loop: SpeculativeLoop,
+    prompts: list[Prompt],
+    plain: Served,
+    served: Served,
+    k: int,
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    settings = run.recipe.serve_check
+    texts = {key: result.token_ids for key, result in served.results.items()}
+    same = sum(ids == plain.results[key].token_ids[: len(ids)] for key, ids in texts.items())
+    options = EvalOptions(k=k, temperature=0.0, max_new_tokens=max_new_tokens, limit=None)
+    drafted = loop.generate(prompts, options, k=k)
+    rounds = [
+        RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
+        for prompt, answer in zip(prompts, drafted, strict=True)
+    ]
+    predicted = summarize(rounds, k)
+    walked = summarize(_walk_served(loop, prompts, plain, served, k), k)
+    counters = served.counters
+    counted = from_counters(
+        counters.num_drafts, counters.num_accepted_tokens_per_pos, num_draft_tokens=counters.num_draft_tokens
+    )
+    counted["by_domain"] = walked["by_domain"]  # the counters know no domains; the walk equals them
+    by_loop = compare(predicted, counted, same, len(prompts), settings.tolerance)
+    by_walk = compare(walked, counted, same, len(prompts), WALK_TOLERANCE)
+    plain_ms, own_ms = plain.median_ms_per_token, served.median_ms_per_token
+    return {
+        "ok": by_loop.ok and by_walk.ok,
+        "failures": by_loop.failures + [one for one in by_walk.failures if one not in by_loop.failures],
+        "k": k,
+        "predicted": predicted,
+        "walk": walked,
+        "served": counted,
+        "identical_to_plain": f"{same}/{len(prompts)}",
+        "ms_per_token": own_ms,
+        "speedup_batch_1": plain_ms / own_ms if plain_ms and own_ms else None,
+    }
+
+
+def _walk_served(
+    loop: SpeculativeLoop, prompts: list[Prompt], plain: Served, served: Served, k: int
+) -> list[RequestRounds]:
+    """Walk the texts that vLLM wrote, with the target's states of these very texts."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        answer = served.results[str(number)].token_ids
+        known = plain.results[str(number)].token_ids
+        if len(answer) < 2 or known[: len(answer)] != answer:
+            known = answer
+        row = Row(
+            id=str(number),
+            source="served",
+            domain=prompt.domain,
+            turn=0,
+            input_ids=prompt.ids + known,
+            context_length=len(prompt.ids),
+            clipped=False,
+        )
+        last = len(prompt.ids) + len(answer) - 1
+        survived = unroll(loop, row, k)
+        accepted = walk(survived, first=row.context_length - 1, last=last, text_last=len(row.input_ids) - 1)
+        found.append(RequestRounds(domain=prompt.domain, accepted=accepted, num_tokens=len(answer) - 1))
+    return found
+
+
+def unroll(loop: SpeculativeLoop, row: Row, k: int) -> torch.Tensor:
+    """Survival flags [T, k] of the drafts from every slot of a row."""
+    if len(row.input_ids) < row.context_length + 2:
+        return torch.zeros(len(row.input_ids), k, dtype=torch.bool)
+    tokens = torch.tensor(row.input_ids, device=loop.device)
+    aux, last = loop.target.recorder.forward(tokens[None])
+    batch = HeadBatch(
+        tokens_T=tokens,
+        aux_TAD=aux[0],
+        last_TD=last[0],
+        position_T=torch.arange(len(tokens), device=loop.device),
+        supervised_T=torch.tensor([bool(flag) for flag in row.loss_mask], device=loop.device),
+        documents=[(0, len(tokens))],
+    )
+    with torch.inference_mode():
+        output = loop.drafter.head(batch, loop.drafter.frozen, depth=k, loss="soft_ce", step_weight=1.0)
+    survived: torch.Tensor = output.survived_TK.cpu()
+    return survived

@@ -1,0 +1,89 @@
+"""The stages of a run, in order: what each reads, which settings it depends on, and who does it."""
+
+from typing import Any
+
+from drafthead.pipeline.capture import capture
+from drafthead.pipeline.encode import encode, make_draft_vocab
+from drafthead.pipeline.evaluate import evaluate
+from drafthead.pipeline.export.stage import export
+from drafthead.pipeline.prompts import collect_prompts, file_hashes
+from drafthead.pipeline.recipe import Recipe
+from drafthead.pipeline.respond import respond
+from drafthead.pipeline.run_dir import Stage
+from drafthead.pipeline.serve_check import serve_check
+from drafthead.pipeline.train import train
+
+
+def _respond_settings(recipe: Recipe) -> dict[str, Any]:
+    """What changes the answers: not how many are written at once."""
+    settings = recipe.respond.model_dump(exclude={"max_num_seqs", "kv_cache_gib"})
+    return {**settings, "template_kwargs": recipe.encode.template_kwargs, "seed": recipe.run.seed}
+
+
+def _prompts_settings(recipe: Recipe) -> dict[str, Any]:
+    uses_self = any(source.source == "self" for source in recipe.prompts.sources)
+    writer = {"respond": recipe.respond.model_dump(include={"engine", "dtype"})} if uses_self else {}
+    return {**recipe.prompts.model_dump(), "seed": recipe.run.seed, **writer}
+
+
+def _capture_settings(recipe: Recipe) -> dict[str, Any]:
+    return recipe.capture.model_dump(include={"dtype", "aux_layers"})
+
+
+def _train_settings(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "head": recipe.head.model_dump(),
+        "train": recipe.train.model_dump(exclude={"log_every", "keep_checkpoints", "checkpoint_every"}),
+        "launch": recipe.run.launch,
+        "seed": recipe.run.seed,
+    }
+
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            name="prompts",
+            reads=(),
+            settings=_prompts_settings,
+            work=collect_prompts,
+            shared=True,
+            extra=file_hashes,
+        ),
+        Stage(name="respond", reads=("prompts",), settings=_respond_settings, work=respond, shared=True),
+        Stage(
+            name="encode",
+            reads=("prompts", "respond"),
+            settings=lambda recipe: recipe.encode,
+            work=encode,
+            shared=True,
+        ),
+        Stage(
+            name="draft-vocab",
+            reads=("encode",),
+            settings=lambda recipe: recipe.draft_vocab,
+            work=make_draft_vocab,
+            shared=True,
+        ),
+        Stage(name="capture", reads=("encode",), settings=_capture_settings, work=capture, shared=True),
+        Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),
+        Stage(
+            name="eval",
+            reads=("prompts", "draft-vocab", "train"),
+            settings=lambda recipe: {"eval": recipe.eval.model_dump(), "dtype": recipe.export.dtype},
+            work=evaluate,
+        ),
+        Stage(
+            name="export",
+            reads=("encode", "draft-vocab", "train", "eval"),
+            settings=lambda recipe: recipe.export,
+            work=export,
+        ),
+        Stage(
+            name="serve-check",
+            reads=("prompts", "draft-vocab", "train", "export"),
+            settings=lambda recipe: recipe.serve_check,
+            work=serve_check,
+        ),
+    )
+}

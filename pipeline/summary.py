@@ -1,0 +1,117 @@
+"""What a finished run has to say: predicted and served acceptance, times, and how to serve the head."""
+
+from typing import Any
+
+from drafthead.data.files import read_json
+from drafthead.pipeline.export.vllm import serve_command
+from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.tracking import Tracker
+
+DOMAIN_COLUMNS = ("domain", "drafts", "accept length")
+
+
+def summarize_run(run: Run) -> dict[str, Any]:
+    """Collect the numbers of a finished run and log them, once, to W&B."""
+    served, evaluated = run.report("serve-check"), run.report("eval")
+    export = run.folder("export")
+    summary = {
+        "ok": served["ok"],
+        "run_dir": str(run.path),
+        "eval": evaluated,
+        "serve_check": served,
+        "export_path": str(export.resolve()),
+        "serve_command": serve_command(run.target.path, export),
+        "seconds": {name: stage["seconds"] for name, stage in run.record["stages"].items()},
+    }
+    if run.record.get("published") != run.key("serve-check"):
+        publish(run, summary)
+        run.record["published"] = run.key("serve-check")
+        run.save()
+    return summary
+
+
+def publish(run: Run, summary: dict[str, Any]) -> None:
+    """Log the evaluation table and the export with its card to the run's W&B run."""
+    recipe = run.recipe
+    served, evaluated = summary["serve_check"], summary["eval"]
+    with Tracker(
+        recipe.tracking.project, str(recipe.run.name), recipe.model_dump(mode="json"), run.path
+    ) as tracker:
+        columns = ("k", "position", "predicted", "walk on served texts", "served by vLLM")
+        tracker.table("acceptance", columns, acceptance_rows(served))
+        domains = [
+            (name, one["drafts"], one["mean_acceptance_length"])
+            for name, one in evaluated["by_domain"].items()
+        ]
+        tracker.table("accept length by domain", DOMAIN_COLUMNS, domains)
+        metadata = {
+            "mean_acceptance_length": served["served"]["mean_acceptance_length"],
+            "speculative_config": read_json(run.folder("export") / "speculative_config.json"),
+        }
+        tracker.artifact(run.folder("export"), f"{recipe.run.name}-head", "model", metadata)
+
+
+def acceptance_rows(served: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            one["k"],
+            position + 1,
+            *(one[kind]["per_position"][position] for kind in ("predicted", "walk", "served")),
+        )
+        for one in served["by_k"].values()
+        for position in range(one["k"])
+    ]
+
+
+def render_summary(summary: dict[str, Any]) -> str:
+    served, evaluated = summary["serve_check"], summary["eval"]
+    lines = [
+        "",
+        f"held-out evaluation: {evaluated['prompts']} prompts, {evaluated['drafts']} rounds, k={evaluated['k']}, "
+        f"temperature {evaluated['temperature']:g}; text equal to plain decoding {evaluated['identical_to_plain']}",
+        f"  {'domain':<16} {'rounds':>6}  accept length (1 + accepted / rounds)",
+    ]
+    for name, one in evaluated["by_domain"].items():
+        lines.append(f"  {name:<16} {one['drafts']:>6}  {number(one['mean_acceptance_length'], 2)}")
+    lines.append(
+        f"  {'all':<16} {evaluated['drafts']:>6}  {number(evaluated['mean_acceptance_length'], 2)}  "
+        f"(mean of requests {number(evaluated['mean_of_requests_acceptance_length'], 2)})"
+    )
+    lines += [
+        "",
+        f"served by vLLM: {served['prompts']} prompts, {served['dtype']}, greedy; "
+        f"text equal to plain vLLM {served['identical_to_plain']}",
+    ]
+    for one in served["by_k"].values():
+        lines += acceptance_lines(one)
+    lines += [
+        "",
+        f"batch-1 decode in vLLM: plain {number(served['plain_ms_per_token'], 2)} ms/token, "
+        f"speculative {number(served['speculative_ms_per_token'], 2)} ms/token, "
+        f"{number(served['speedup_batch_1'], 2)}x (k={served['k']})",
+        f"served as predicted: {'yes' if served['ok'] else 'NO'}",
+        *[f"  {one['gate']}: {one['field']}: {one['message']}" for one in served["failures"]],
+        "",
+        f"export: {summary['export_path']}",
+        "serve it with:",
+        f"  {summary['serve_command']}",
+    ]
+    return "\n".join(lines)
+
+
+def acceptance_lines(one: dict[str, Any]) -> list[str]:
+    """Predicted and served acceptance of one k, side by side."""
+    header = " ".join(f"pos {position + 1:<3}" for position in range(one["k"]))
+    lines = [f"  k={one['k']}  {'accepted per position':<28} {header} accept length"]
+    for kind, text in (
+        ("predicted", "predicted (our loop)"),
+        ("walk", "predicted (walk on its texts)"),
+        ("served", "served (vLLM's counters)"),
+    ):
+        rates = " ".join(f"{number(rate, 3):<7}" for rate in one[kind]["per_position"])
+        lines.append(f"       {text:<29}{rates} {number(one[kind]['mean_acceptance_length'], 2)}")
+    return lines
+
+
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

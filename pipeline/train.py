@@ -1,0 +1,388 @@
+"""Train a head on stored states: one loop, the same under every launch file.
+
+    drafthead train runs/eagle3                                   # the stage; starts the workers
+    python -m drafthead.pipeline.train runs/eagle3                # one worker
+
+Notable: the loss of a step is a sum over all its supervised slots divided by their global count, so packing, accumulation
+and ranks do not change it; what is watched on held-out answers is the walk (eval/acceptance.py), not an average over slots.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from drafthead.data.batches import Pack, plan_epoch, plan_steps, prefetch, supervised_slots
+from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.encoding import Row, read_rows
+from drafthead.data.errors import InputError
+from drafthead.data.files import read_partial_jsonl, write_atomically, write_json, write_jsonl
+from drafthead.data.shards import Store
+from drafthead.eval.acceptance import RequestRounds, summarize, walk
+from drafthead.pipeline.checkpoint import load_newest, save_checkpoint
+from drafthead.pipeline.export.vllm import initial_digests
+from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
+from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
+from drafthead.pipeline.launch import full_weights, launch_command, loss_scale, make_accelerator
+from drafthead.pipeline.optim import build_optimizer, learning_rate
+from drafthead.pipeline.progress import progress
+from drafthead.pipeline.recipe import Recipe, TrainConfig
+from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.tracking import Tracker
+from torch import Tensor, nn
+
+
+def train(run: Run) -> dict[str, Any]:
+    """The stage: start the workers and wait for their head."""
+    command, extra = launch_command(run.recipe.run.launch, "drafthead.pipeline.train", [str(run.path)])
+    done = subprocess.run(command, env=_environment(extra))
+    if done.returncode:
+        raise InputError(
+            f"{run.path}/train: training stopped with exit code {done.returncode}; the reason is above, "
+            f"the same command goes on from the last checkpoint"
+        )
+    report: dict[str, Any] = json.loads((run.folder("train") / "report.json").read_text())
+    return report
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    import os
+
+    return {**os.environ, **extra}
+
+
+@dataclass
+class Inputs:
+    """What the loop reads of the stages before it."""
+
+    rows: list[Row]
+    store: Store
+    heldout_rows: list[Row]
+    heldout_store: Store
+    frozen: FrozenTarget
+
+    @classmethod
+    def open(cls, run: Run) -> "Inputs":
+        """Open the stores, keeping the rows whose states were captured.
+
+        Raises:
+            InputError: The states come from another target, or none is left.
+        """
+        vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
+        frozen = build_frozen_target(run.target, vocab)
+        opened = []
+        for split in ("train", "heldout"):
+            store = Store(run.input("capture") / split)
+            if store.info.fingerprint != run.target.fingerprint:
+                raise InputError(
+                    f"{store.folder}: states of target {store.info.fingerprint}, this run's is {run.target.fingerprint}"
+                )
+            rows = [
+                row for row in read_rows(run.input("encode") / f"{split}.parquet") if row.key in store.where
+            ]
+            if not rows:
+                raise InputError(f"{store.folder}: no row of {split}.parquet has states")
+            opened.append((rows, store))
+        (rows, store), (heldout_rows, heldout_store) = opened
+        return cls(rows, store, heldout_rows, heldout_store, frozen)
+
+
+@dataclass
+class Tally:
+    """Sums of the steps since the last log line."""
+
+    loss: float = 0.0
+    slots: int = 0
+    tokens: int = 0
+    survived: list[int] = field(default_factory=list)
+    chances: list[int] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+
+    def add(self, output: HeadOutput, tokens: int) -> None:
+        self.loss += float(output.loss.detach())
+        self.slots += int(output.rows_K[0])
+        self.tokens += tokens
+        survived, chances = output.survived_K.tolist(), output.rows_K.tolist()
+        self.survived = [a + b for a, b in zip(self.survived or [0] * len(survived), survived, strict=True)]
+        self.chances = [a + b for a, b in zip(self.chances or [0] * len(chances), chances, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """Values of this process; `slot_survival_*` averages over slots and so overestimates serving."""
+        values = {
+            "loss": self.loss / max(1, self.slots),
+            "tokens_per_s": self.tokens / (time.monotonic() - self.start),
+        }
+        for step, (hit, chance) in enumerate(zip(self.survived, self.chances, strict=True)):
+            values[f"slot_survival_{step + 1}"] = hit / max(1, chance)
+        return values
+
+
+def work(run: Run) -> None:
+    """One worker: prepare, go on from the newest checkpoint, train, save the head."""
+    recipe, settings = run.recipe, run.recipe.train
+    folder = run.folder("train")
+    folder.mkdir(parents=True, exist_ok=True)
+    accelerator = make_accelerator(
+        recipe.run.launch,
+        precision=settings.precision,
+        accumulation=settings.accumulation,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    inputs = Inputs.open(run)
+    inputs.frozen.to(accelerator.device)
+    layer_ids = inputs.store.info.layer_ids
+    head = build_head(recipe.head, run.target, inputs.frozen, len(layer_ids), recipe.run.seed)
+    description = {
+        **describe_head(head, layer_ids),
+        "initial_digests": initial_digests(head.state_dict()),
+        "trained_length": max(len(row.input_ids) for row in inputs.rows),
+        "target_fingerprint": run.target.fingerprint,
+    }
+    lengths = [len(row.input_ids) for row in inputs.rows]
+    ranks = accelerator.num_processes
+    steps = plan_steps(
+        lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens
+    )
+    if accelerator.is_main_process:
+        _print_plan(accelerator, head, inputs, lengths, len(steps), recipe)
+
+    model, optimizer = accelerator.prepare(head, build_optimizer(head, settings))
+    state = load_newest(accelerator, folder / "checkpoints") or {"step": 0, "tokens": 0}
+    log = TrainLog(folder / "log.jsonl", state["step"]) if accelerator.is_main_process else None
+    config = recipe.model_dump(mode="json")
+    with Tracker(
+        recipe.tracking.project, str(recipe.run.name), config, run.path, is_main=accelerator.is_main_process
+    ) as metrics:
+        _loop(accelerator, model, optimizer, inputs, steps, state, recipe, folder, Sinks(log, metrics))
+        final = heldout_walk(accelerator, model, inputs, recipe)
+        weights = full_weights(accelerator, model)
+        if accelerator.is_main_process:
+            _save_head(folder, weights, description)
+            report = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), "walk": final}
+            write_json(folder / "report.json", report)
+            metrics.log({f"heldout/{name}": value for name, value in flat_walk(final).items()}, len(steps))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@dataclass
+class Sinks:
+    """Where the main process writes its numbers."""
+
+    log: "TrainLog | None"
+    tracker: Tracker
+
+    def write(self, step: int, values: dict[str, Any], prefix: str) -> None:
+        if self.log is None:
+            return
+        self.log.append({"step": step, **values})
+        self.tracker.log({f"{prefix}/{name}": value for name, value in values.items()}, step)
+
+
+def _loop(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    inputs: Inputs,
+    steps: list[list[list[int]]],
+    state: dict[str, Any],
+    recipe: Recipe,
+    folder: Path,
+    sinks: Sinks,
+) -> None:
+    settings = recipe.train
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    slots = [supervised_slots(row) for row in inputs.rows]
+    todo = steps[state["step"] :]
+    own = [[inputs.rows[row] for row in pack] for step in todo for pack in step[rank::ranks]]
+    packs = prefetch(own, inputs.store)
+    lengths = [len(row.input_ids) for row in inputs.rows]
+    tally = Tally()
+    model.train()
+    bar = progress(len(steps), "train", "step", state["step"]) if accelerator.is_main_process else None
+    for number, step in enumerate(todo, start=state["step"]):
+        total_slots = sum(slots[row] for pack in step for row in pack)
+        rate = learning_rate(number, len(steps), settings)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        norm = _take_step(accelerator, model, optimizer, packs, inputs.frozen, total_slots, settings, tally)
+        state["tokens"] += sum(lengths[row] for pack in step for row in pack)
+        done = number + 1
+        if bar is not None:
+            bar.update()
+        if done % settings.log_every == 0 or done == len(steps):
+            values = {**tally.metrics(), "learning_rate": rate, "grad_norm": norm, "tokens": state["tokens"]}
+            sinks.write(done, values, "train")
+            tally = Tally()
+            if bar is not None:
+                bar.set_postfix(loss=f"{values['loss']:.3f}", tok_s=f"{values['tokens_per_s']:.0f}")
+        if done % settings.evaluate_every == 0 and done < len(steps):
+            found = heldout_walk(accelerator, model, inputs, recipe)
+            sinks.write(done, flat_walk(found), "heldout")
+            if bar is not None:
+                bar.write(f"step {done}: held-out walk {render_walk(found)}", file=sys.stderr)
+            model.train()
+            tally = Tally()
+        if done % settings.checkpoint_every == 0 and done < len(steps):
+            save_checkpoint(
+                accelerator,
+                folder / "checkpoints",
+                done,
+                {"tokens": state["tokens"]},
+                settings.keep_checkpoints,
+            )
+    if bar is not None:
+        bar.close()
+
+
+def _take_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    packs: Iterator[Pack],
+    frozen: FrozenTarget,
+    total_slots: int,
+    settings: TrainConfig,
+    tally: Tally,
+) -> float:
+    """Accumulate one optimiser step; returns the gradient norm before clipping."""
+    norm: Any = 0.0
+    for _ in range(settings.accumulation):
+        pack = next(packs)
+        with accelerator.accumulate(model):
+            output = run_head(accelerator, model, pack, frozen, settings, settings.depth)
+            accelerator.backward(output.loss / total_slots * loss_scale(accelerator))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        tally.add(output, len(pack.tokens_T))
+    return float(norm) if norm is not None else float("nan")
+
+
+def run_head(
+    accelerator: Accelerator,
+    model: nn.Module,
+    pack: Pack,
+    frozen: FrozenTarget,
+    settings: TrainConfig,
+    depth: int,
+) -> HeadOutput:
+    """One forward pass of the head over a pack."""
+    device = accelerator.device
+    batch = HeadBatch(
+        tokens_T=pack.tokens_T.to(device),
+        aux_TAD=pack.aux_TAD.to(device),
+        last_TD=pack.last_TD.to(device),
+        position_T=pack.position_T.to(device),
+        supervised_T=pack.supervised_T.to(device),
+        documents=pack.documents,
+    )
+    output: HeadOutput = model(
+        batch,
+        frozen,
+        depth=depth,
+        loss=settings.loss,
+        step_weight=settings.step_weight,
+        only_surviving=settings.only_surviving,
+    )
+    return output
+
+
+def heldout_walk(
+    accelerator: Accelerator, model: nn.Module, inputs: Inputs, recipe: Recipe
+) -> dict[str, Any]:
+    """Walk the held-out answers with drafts of `eval.k` tokens; every rank does the same, each row counts once."""
+    model.eval()
+    rows = inputs.heldout_rows
+    packs = plan_epoch([len(row.input_ids) for row in rows], recipe.train.batch_tokens, 0, 0)
+    requests: list[RequestRounds] = []
+    with torch.no_grad():
+        loaded = prefetch([[rows[row] for row in pack] for pack in packs], inputs.heldout_store)
+        for pack, numbers in zip(loaded, packs, strict=True):
+            output = run_head(accelerator, model, pack, inputs.frozen, recipe.train, recipe.eval.k)
+            for number, (start, length) in zip(numbers, pack.documents, strict=True):
+                survived = output.survived_TK[start : start + length].cpu()
+                requests.append(walk_row(rows[number], survived))
+    model.train()
+    return summarize(requests, recipe.eval.k)
+
+
+def walk_row(row: Row, survived_TK: Tensor) -> RequestRounds:
+    """The rounds that serving would run over one answer, from the unroll's survival flags."""
+    last = len(row.input_ids) - 1
+    accepted = walk(survived_TK, first=row.context_length - 1, last=last)
+    return RequestRounds(domain=row.domain, accepted=accepted, num_tokens=last - row.context_length)
+
+
+def flat_walk(summary: dict[str, Any]) -> dict[str, Any]:
+    values = {f"walk_position_{i + 1}": rate for i, rate in enumerate(summary["per_position"])}
+    return {**values, "walk_accept_length": summary["mean_acceptance_length"]}
+
+
+def render_walk(summary: dict[str, Any]) -> str:
+    rates = " ".join(f"{rate:.3f}" for rate in summary["per_position"] if rate is not None)
+    return f"{rates}  accept length {summary['mean_acceptance_length']:.3f}"
+
+
+class TrainLog:
+    """log.jsonl: one object a line; lines of steps that will be trained again are cut off on resume."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        write_jsonl(path, [row for row in read_partial_jsonl(path) if row["step"] <= step])
+
+    def append(self, row: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _save_head(folder: Path, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    if initial_digests(tensors)["float32"] == description["initial_digests"]["float32"]:
+        raise InputError(f"{folder}: training did not change the head; is train.learning_rate too small?")
+    write_atomically(folder / "head.safetensors", lambda temporary: save_file(tensors, temporary))
+    write_json(folder / "head.json", description)
+
+
+def _step_tokens(steps: list[list[list[int]]], lengths: list[int]) -> Iterator[int]:
+    return (sum(lengths[row] for pack in step for row in pack) for step in steps)
+
+
+def _print_plan(
+    accelerator: Accelerator,
+    head: nn.Module,
+    inputs: Inputs,
+    lengths: list[int],
+    num_steps: int,
+    recipe: Recipe,
+) -> None:
+    trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    slots = sum(supervised_slots(row) for row in inputs.rows)
+    print(
+        f"train: {trainable / 1e6:.1f} M parameters, {len(lengths):,} rows, {sum(lengths):,} tokens "
+        f"({slots:,} supervised slots), {num_steps:,} steps = {recipe.train.tokens / sum(lengths):.1f} epochs on "
+        f"{accelerator.num_processes} x {accelerator.device} ({recipe.train.precision}, launch {recipe.run.launch})",
+        file=sys.stderr,
+    )
+
+
+def main() -> None:
+    from drafthead.pipeline.cli import report_errors
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    with report_errors():
+        work(open_run(Path(sys.argv[1]), STAGES, []))
+
+
+if __name__ == "__main__":
+    main()
