@@ -19,6 +19,7 @@ hash = $(shell cat $(1) 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(call hash,requirements/cpu.txt $(LOCK) setup.py pyproject.toml)-$(DEVICE)
 INSTALLED_DEV := $(VENV)/.installed-dev-$(call hash,requirements/dev.txt)
 FOLDERS := data kernels eval pipeline
+BENCHMARKS := $(sort $(wildcard bench/*.py))
 SOURCES := $(wildcard $(FOLDERS) tests bench setup.py)
 FAILED := || { echo "setup: installing failed (no network?); the same command goes on from here" >&2; exit 1; }
 
@@ -90,10 +91,10 @@ format: $(INSTALLED_DEV) ## let ruff format and mend
 	@$(BIN)/ruff check --fix $(SOURCES)
 
 bench: $(INSTALLED) ## every benchmark in bench/
-	@scripts=$$(find bench -name '*.py' | sort); [[ -n "$$scripts" ]] || echo "bench: no benchmarks yet"; \
-	  for script in $$scripts; do echo "bench: $$script"; $(BIN)/python "$$script" $(ARGS); done
+	@$(if $(BENCHMARKS),,echo "bench: no benchmarks yet")
+	@for script in $(BENCHMARKS); do echo "bench: $$script"; $(BIN)/python "$$script" $(ARGS); done
 
 clean: ## remove build outputs; .venv is checked again by the next command; runs/ and the cache stay
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache $(VENV)/.installed-*
-	find $(FOLDERS) tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard $(FOLDERS) tests bench) -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "clean: runs/ and the cache ($${DRAFTHEAD_CACHE:-~/.cache/drafthead}) were left alone"

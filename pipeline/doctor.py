@@ -39,6 +39,7 @@ def examine() -> dict[str, Any]:
         *_broken_packages(),
         *_cuda_problems(devices),
         *_compiler_problems(on_cuda=bool(devices)),
+        *_abandoned_builds(Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path(sys.prefix) / "torch_ops"))),
         *_shadows(CHECKOUT),
         *_unpinned(versions),
         *_shortages(machine),
@@ -224,6 +225,11 @@ def _compiler_problems(*, on_cuda: bool) -> list[dict[str, Any]]:
     lost = ["run.launch=zero2_offload (DeepSpeed builds its CPU optimiser)"]
     lost += ["the Triton kernels"] if on_cuda else ["run.launch=zero1, zero2, zero3 (DeepSpeed's CPU ranks)"]
     return [_problem(False, f"no C++ compiler: lost are {' and '.join(lost)}", "install gcc and g++")]
+
+
+def _abandoned_builds(folder: Path) -> list[dict[str, Any]]:
+    text = "{} was left by a build that was killed, or runs now: DeepSpeed waits for it without a word"
+    return [_problem(False, text.format(lock), f"rm {lock}") for lock in sorted(folder.glob("*/lock"))]
 
 
 def _shadows(checkout: Path) -> list[dict[str, Any]]:

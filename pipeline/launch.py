@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 LAUNCH_FILES = Path(__file__).resolve().parents[1] / "recipes" / "launch"
 Precision = Literal["bf16", "fp32"]
+# DeepSpeed 0.19 calls them at every step
+DEPRECATED_COLLECTIVES = "ignore::FutureWarning:torch.distributed.c10d_logger"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
         # true would make Accelerate ignore DeepSpeed without a word
         "ACCELERATE_USE_CPU": "false",
+        # torch rebuilds ops whose path changed: checkouts that share its folder would build in turns
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_ops")),
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), DEPRECATED_COLLECTIVES])),
     }
 
 
@@ -112,7 +117,11 @@ def make_accelerator(launch: str, *, precision: Precision, accumulation: int, ma
     Everything of the loss that needs bfloat16 belongs into the model's `forward`: the autocast covers that
     call only. Parameters, gradients and the optimiser's state stay float32 under every launch, so inputs need
     no cast. Under `zero3` parameters exist only inside the wrapped model's forward: call the wrapped model,
-    on all ranks alike, and read weights with `full_weights`.
+    on all ranks alike, and read weights with `full_weights`; its hooks see tensors, tuples and dicts of them,
+    not the fields of a dataclass.
+
+    DeepSpeed on more than one CPU rank builds a small communication op at the first start and needs a C++
+    compiler for it; so does `zero2_offload` anywhere. One process and `ddp` need none.
 
     Raises:
         InputError: Unknown launch, or this process was not started by `launch_command`.
@@ -158,8 +167,7 @@ def loss_scale(accelerator: Accelerator) -> int:
 
     DDP and DeepSpeed average gradients over ranks, and `backward` divides by the accumulation.
     """
-    num_processes: int = accelerator.num_processes
-    return num_processes * accelerator.gradient_accumulation_steps
+    return int(accelerator.num_processes * accelerator.gradient_accumulation_steps)
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

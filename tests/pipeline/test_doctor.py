@@ -96,6 +96,14 @@ def test_a_folder_that_shadows_a_package(tmp_path: Path) -> None:
     assert found["remedy"] == f"rm {tmp_path / 'kernels' / '__init__.py'}"
 
 
+def test_the_lock_of_a_killed_build(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    assert doctor._abandoned_builds(tmp_path) == []
+    (tmp_path / "deepspeed_shm_comm" / "lock").touch()
+    (found,) = doctor._abandoned_builds(tmp_path)
+    assert found["remedy"] == f"rm {tmp_path / 'deepspeed_shm_comm' / 'lock'}"
+
+
 def test_a_torchvision_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "torchaudio.py").write_text("")
