@@ -9,7 +9,7 @@ from drafthead.eval.engine import Request, Result
 
 
 class TransformersEngine:
-    """Collects requests and answers them in batches of similar length."""
+    """Collects requests and answers them in batches of equal sampling settings and similar length."""
 
     def __init__(self, load: Callable[[], Any], end_of_turn_ids: list[int], batch_size: int, seed: int):
         self.load = load
@@ -37,17 +37,17 @@ class TransformersEngine:
     def results(self) -> Iterator[Result]:
         """Yield finished requests until none waits; more may be submitted meanwhile."""
         while self.waiting:
-            self.waiting.sort(key=lambda request: (request.max_new_tokens, len(request.prompt_ids)))
-            batch, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
+            self.waiting.sort(key=lambda one: (_sampling(one), one.max_new_tokens, len(one.prompt_ids)))
+            alike = [one for one in self.waiting if _sampling(one) == _sampling(self.waiting[0])]
+            batch = alike[: self.batch_size]
+            self.waiting = self.waiting[len(batch) :]
             yield from self._answer(batch)
 
     def _answer(self, batch: list[Request]) -> list[Result]:
         start = time.perf_counter()
         width = max(len(request.prompt_ids) for request in batch)
         pad = self.end_ids[0]
-        ids = torch.tensor(
-            [[pad] * (width - len(request.prompt_ids)) + request.prompt_ids for request in batch]
-        )
+        ids = torch.tensor([[pad] * (width - len(request.prompt_ids)) + request.prompt_ids for request in batch])
         mask = torch.tensor([[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch])
         sampling = {}
         if batch[0].temperature > 0:
@@ -68,8 +68,7 @@ class TransformersEngine:
             )
         seconds = time.perf_counter() - start
         return [
-            self._result(request, row[width:].tolist(), seconds)
-            for request, row in zip(batch, output, strict=True)
+            self._result(request, row[width:].tolist(), seconds) for request, row in zip(batch, output, strict=True)
         ]
 
     def _result(self, request: Request, tokens: list[int], seconds: float) -> Result:
@@ -78,3 +77,8 @@ class TransformersEngine:
         finish = "stop" if ends else "length"
         kept = tokens[: ends[0] + 1] if ends else tokens
         return Result(key=request.key, token_ids=kept, finish_reason=finish, seconds=seconds)
+
+
+def _sampling(request: Request) -> tuple[float, float]:
+    """What all requests of a batch must share."""
+    return request.temperature, request.top_p

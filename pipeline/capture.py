@@ -42,9 +42,9 @@ def capture(run: Run) -> dict[str, Any]:
     rows = {split: read_rows(run.input("encode") / f"{split}.parquet") for split in SPLITS}
     tokens = sum(len(row.input_ids) for split in SPLITS for row in rows[split])
     folder = run.folder("capture")
-    check_disk(
-        folder, tokens * info.bytes_per_token(), f"{tokens:,} tokens x {info.bytes_per_token():,} bytes"
-    )
+    written = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
+    what = f"{tokens:,} tokens x {info.bytes_per_token():,} bytes"
+    check_disk(folder, tokens * info.bytes_per_token(), what, written)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = target.load(getattr(torch, settings.dtype), device)
@@ -53,22 +53,29 @@ def capture(run: Run) -> dict[str, Any]:
     bad: list[str] = []
     for split in SPLITS:
         writer = ShardWriter(folder / split, info, settings.shard_tokens)
-        todo = [row for row in rows[split] if row.key not in writer.done]
         total = sum(len(row.input_ids) for row in rows[split])
-        left = sum(len(row.input_ids) for row in todo)
+        left = sum(len(row.input_ids) for row in rows[split] if row.key not in writer.done)
         gate = FeatureGate(model, target, settings.dtype)
         with progress(total, f"capture {split}", "tok", total - left) as bar:
-            for batch in length_batches(todo, settings.batch_tokens):
-                for row, (aux, last) in zip(
-                    batch, recorder.record([row.input_ids for row in batch]), strict=True
-                ):
+            # the batches of an uninterrupted run, whose padding decides the last bits of the states
+            for batch in length_batches(rows[split], settings.batch_tokens):
+                missing = {row.key for row in batch} - writer.done
+                if not missing:
+                    continue
+                sound: list[int] = []
+                states = recorder.record([row.input_ids for row in batch])
+                for number, (row, (aux, last)) in enumerate(zip(batch, states, strict=True)):
+                    if row.key not in missing:
+                        continue
                     reason = find_fault(aux, last, len(row.input_ids))
                     if reason:
                         bad.append(f"{row.key} ({reason})")
                     else:
                         writer.add(row.key, aux, last)
+                        sound.append(number)
                     bar.update(len(row.input_ids))
-                gate.check(batch[0], recorder.last_of(0))
+                if sound:
+                    gate.check(batch[sound[0]], recorder.last_of(sound[0]))
         index = writer.finish()
         counts[split] = {
             "rows": len(writer.done),
@@ -79,19 +86,23 @@ def capture(run: Run) -> dict[str, Any]:
     return {**counts, "bad": bad}
 
 
-def check_disk(folder: Path, needed: int, what: str) -> None:
+def check_disk(folder: Path, needed: int, what: str, written: int = 0) -> None:
     """Refuse before any work when the states would not fit.
 
     Raises:
-        InputError: The disk of `folder` has less room than the states need.
+        InputError: The disk of `folder` has less room than the states that are not `written` yet need.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
+    if needed - written > 0.95 * free:
         raise InputError(
-            f"capture: {what} = {needed / 1e9:,.1f} GB, but {folder} has {free / 1e9:,.1f} GB free; use fewer prompts "
+            f"capture: {what} = {_readable(needed)}, but {folder} has {_readable(free)} free; use fewer prompts "
             f"(prompts.limit), shorter rows (encode.max_length), or another disk (DRAFTHEAD_CACHE=...)"
         )
+
+
+def _readable(size: float) -> str:
+    return f"{size / 1e12:,.1f} TB" if size >= 1e12 else f"{size / 1e9:,.1f} GB"
 
 
 class FeatureGate:
@@ -136,12 +147,12 @@ def find_fault(aux_TAD: Tensor, last_TD: Tensor, length: int) -> str | None:
     """Why the states of a row cannot be used, or None."""
     if len(aux_TAD) != length or len(last_TD) != length:
         return f"short: {len(last_TD)} states for {length} tokens"
-    for name, states in (("aux", aux_TAD.flatten(1)), ("last", last_TD)):
-        if not bool(torch.isfinite(states).all()):
+    for name, states_TLD in (("aux", aux_TAD), ("last", last_TD[:, None])):
+        if not bool(torch.isfinite(states_TLD).all()):
             return f"{name} holds NaN or infinity"
-        if bool((states == 0).all(-1).any()):
+        if bool((states_TLD == 0).all(-1).any()):
             return f"{name} holds a zero state"
-        if length > 2 and bool((states[1:] == states[1:2]).all()):
+        if length > 2 and bool((states_TLD[1:] == states_TLD[1:2]).all(-1).all(0).any()):
             return f"{name} is the same at every position"
     return None
 

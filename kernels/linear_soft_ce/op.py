@@ -33,7 +33,8 @@ def linear_soft_ce(
     if loss not in LOSSES:
         raise ValueError(f"loss={loss!r}: one of {', '.join(LOSSES)}")
     rows, vocab = target_RU.shape
-    if hidden_RD.shape[0] != rows or weight_UD.shape[0] != vocab or weight_R.shape != (rows,):
+    size = hidden_RD.shape[-1]
+    if hidden_RD.shape != (rows, size) or weight_UD.shape != (vocab, size) or weight_R.shape != (rows,):
         raise ValueError(
             f"shapes do not fit: hidden {tuple(hidden_RD.shape)}, weight {tuple(weight_UD.shape)}, "
             f"target {tuple(target_RU.shape)}, row weights {tuple(weight_R.shape)}"
@@ -71,9 +72,7 @@ class _LinearSoftCE(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None, None
 
 
-def _loss_and_gradient(
-    draft_RU: Tensor, target_RU: Tensor, cross_R: Tensor, loss: str
-) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(draft_RU: Tensor, target_RU: Tensor, cross_R: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     """Row losses and their gradients with respect to the logits; may reuse the memory of `draft_RU`."""
     if loss == "soft_ce":
         return cross_R, draft_RU.sub_(target_RU)

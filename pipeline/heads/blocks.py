@@ -57,9 +57,7 @@ def rope_frequencies(config: Any) -> tuple[Tensor, float]:
         exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponent, 1.0
     if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
-        raise InputError(
-            f"rope_parameters.rope_type={kind!r}: a draft head supports default, linear, llama3 and yarn"
-        )
+        raise InputError(f"rope_parameters.rope_type={kind!r}: a draft head supports default, linear, llama3 and yarn")
     inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inverse, float(factor)
 
@@ -92,9 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
-        self.head_dim = int(
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
@@ -102,9 +98,7 @@ class Attention(nn.Module):
         self.rotary = Rotary(config)
 
     def queries(self, x_RI: Tensor, position_R: Tensor) -> Tensor:
-        rotated: Tensor = self.rotary(
-            self.q_proj(x_RI).unflatten(-1, (self.num_heads, self.head_dim)), position_R
-        )
+        rotated: Tensor = self.rotary(self.q_proj(x_RI).unflatten(-1, (self.num_heads, self.head_dim)), position_R)
         return rotated
 
     def keys_values(self, x_RI: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,12 +152,11 @@ def unroll_attention(
             column = weights[..., length + step].permute(2, 0, 1)[..., None]
             output = output + column * own_values[first:last, :, None]
         outputs.append(output)
-    return torch.cat(outputs).flatten(1)
+    # no rows at all still pass through every module: ZeRO-3 gathers weights on all ranks at the same call
+    return torch.cat(outputs or [grouped[:0]]).flatten(1)
 
 
-def cached_attention(
-    query_BQHP: Tensor, keys_BLGP: Tensor, values_BLGP: Tensor, visible_BQL: Tensor
-) -> Tensor:
+def cached_attention(query_BQHP: Tensor, keys_BLGP: Tensor, values_BLGP: Tensor, visible_BQL: Tensor) -> Tensor:
     """Attention of a decoding step over a cache; `visible_BQL` says which cache slots each query sees.
 
     Returns:

@@ -100,6 +100,7 @@ class Eagle3(nn.Module):
         loss: str,
         step_weight: float,
         only_surviving: bool = False,
+        context_weight: float = 0.0,
     ) -> HeadOutput:
         """Unroll `depth` draft steps from every supervised slot.
 
@@ -108,6 +109,7 @@ class Eagle3(nn.Module):
 
         Args:
             only_surviving: Drop a slot from the later steps once its chain has missed, as serving does.
+            context_weight: Weight of slots that predict a context token; they are in no count of the output.
         """
         attention = self.midlayer.self_attn
         embedding_TD = target.embed(batch.tokens_T)
@@ -116,7 +118,8 @@ class Eagle3(nn.Module):
         base = attention.keys_values(x_TI, batch.position_T)
 
         mask_KT = batch.step_masks(depth)
-        row_R = mask_KT[0].nonzero().squeeze(-1)
+        loss_KT = batch.step_masks(depth, with_context=True) if context_weight else mask_KT
+        row_R = loss_KT[0].nonzero().squeeze(-1)
         assert len(row_R), "every document has a supervised slot (MaskGate)"
         target_ids_R, target_RU, lookup_T = self._targets(batch, target, row_R, fused_TD.dtype)
         survived_TK = torch.zeros(len(batch.tokens_T), depth, dtype=torch.bool, device=row_R.device)
@@ -127,21 +130,18 @@ class Eagle3(nn.Module):
         x_RI, residual_RD = x_TI[row_R], residual_TD[row_R]
         for step in range(depth):
             if step:
-                kept = mask_KT[step, row_R]
+                kept = loss_KT[step, row_R]
                 if only_surviving and alive_R is not None:
                     kept = kept & alive_R
                 row_R, state_RD = row_R[kept], state_RD[kept]  # type: ignore[index]
                 own = [(keys[kept], values[kept]) for keys, values in own]
                 x_RI, residual_RD = self.enter(embedding_TD[row_R + 1 + step], state_RD)
                 own.append(attention.keys_values(x_RI, batch.position_T[row_R] + step))
-            if not len(row_R):
-                sums.append(torch.zeros((), device=row_R.device))
-                continue
             query = attention.queries(x_RI, batch.position_T[row_R] + step)
             mixed = unroll_attention(query, base, own, batch.documents, row_R)
             out, state_RD = self.leave(residual_RD, mixed)
             wanted = lookup_T[row_R + step]
-            weight_R = torch.ones(len(row_R), device=row_R.device)
+            weight_R = torch.where(mask_KT[step, row_R], 1.0, context_weight)
             step_loss, argmax_R = self.lm_head(out, target_RU[wanted], weight_R, loss)
             total = total + step_weight**step * step_loss
             sums.append(step_loss.detach())
@@ -153,7 +153,7 @@ class Eagle3(nn.Module):
             loss=total,
             loss_K=torch.stack(sums),
             rows_K=mask_KT.sum(1),
-            survived_K=survived_TK.sum(0),
+            survived_K=(survived_TK & mask_KT.T).sum(0),
             survived_TK=survived_TK,
         )
 
@@ -221,9 +221,7 @@ def decode_step(
 # ---- making and naming -----------------------------------------------------------------------------------
 
 
-def initialise_from_target(
-    head: Eagle3, last_layer: dict[str, Tensor], norm_D: Tensor, lm_head_UD: Tensor
-) -> None:
+def initialise_from_target(head: Eagle3, last_layer: dict[str, Tensor], norm_D: Tensor, lm_head_UD: Tensor) -> None:
     """Start from the target's last layer, final norm and lm_head rows; fc passes the last aux state through.
 
     The new half of q/k/v, which reads the token's embedding, starts at zero. Measured on the built-in target: walk
