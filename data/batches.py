@@ -50,9 +50,7 @@ def stream_packs(lengths: list[int], capacity: int, seed: int) -> Iterator[list[
         yield from plan_epoch(lengths, capacity, seed, epoch)
 
 
-def plan_steps(
-    lengths: list[int], capacity: int, seed: int, packs_per_step: int, tokens: int
-) -> list[list[list[int]]]:
+def plan_steps(lengths: list[int], capacity: int, seed: int, packs_per_step: int, tokens: int) -> list[list[list[int]]]:
     """Steps of `packs_per_step` packs each, until `tokens` tokens have been dealt."""
     stream = stream_packs(lengths, capacity, seed)
     steps: list[list[list[int]]] = []

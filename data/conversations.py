@@ -69,9 +69,7 @@ def parse_conversation(row: dict[str, Any], *, number: int, source: str) -> Conv
         raise InputError(f"{source} row {number}: {error}") from None
 
 
-def parse_rows(
-    rows: Iterator[tuple[int, Any]], source: str
-) -> tuple[list[tuple[int, Conversation]], list[Dropped]]:
+def parse_rows(rows: Iterator[tuple[int, Any]], source: str) -> tuple[list[tuple[int, Conversation]], list[Dropped]]:
     """Parse numbered rows; a row that is an exception counts as dropped for that reason."""
     kept: list[tuple[int, Conversation]] = []
     dropped: list[Dropped] = []

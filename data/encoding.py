@@ -139,9 +139,7 @@ def encode_answer(
         return str(error)
 
 
-def _encode_turn(
-    template: Template, conversation: Conversation, turn: int, index: int, max_length: int
-) -> Row:
+def _encode_turn(template: Template, conversation: Conversation, turn: int, index: int, max_length: int) -> Row:
     messages, tools = conversation.messages, conversation.tools
     message = messages[index]
     if not any(earlier["role"] == "user" for earlier in messages[:index]):
@@ -237,9 +235,7 @@ def check_row(row: Row, served_prompt_ids: list[int]) -> None:
     if context_ids != served_prompt_ids:
         pairs = zip(context_ids, served_prompt_ids, strict=False)
         place = next((i for i, (ours, served) in enumerate(pairs) if ours != served), None)
-        detail = (
-            f"lengths {len(context_ids)} and {len(served_prompt_ids)}" if place is None else f"id {place}"
-        )
+        detail = f"lengths {len(context_ids)} and {len(served_prompt_ids)}" if place is None else f"id {place}"
         raise GateError("MaskGate", where, f"the context differs from the served prompt ({detail})")
     if not any(row.loss_mask):
         raise GateError("MaskGate", where, "nothing is supervised")
@@ -315,9 +311,7 @@ def print_inspection(template: Template, inspection: dict[str, Any], stream: Tex
         print(line, file=stream)
     for one in inspection["dropped"]:
         print(_paint(f"row {one['source']}: dropped: {one['reason']}", RED, coloured), file=stream)
-    counts = (
-        f"kept {inspection['kept']} (clipped {inspection['clipped']}), dropped {len(inspection['dropped'])}"
-    )
+    counts = f"kept {inspection['kept']} (clipped {inspection['clipped']}), dropped {len(inspection['dropped'])}"
     print(counts, file=stream)
 
 

@@ -1,6 +1,7 @@
 """Files that are either whole or absent: temporary name, fsync, rename."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     os.close(descriptor)
     temporary = Path(name)
     try:
-        write(temporary)
+        _report_full_disk(write, temporary, path)
         os.chmod(temporary, 0o644)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -28,8 +29,23 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _report_full_disk(write: Callable[[Path], None], temporary: Path, path: Path) -> None:
+    """Turn other libraries' own words for a full disk (safetensors, torch) into the operating system's error."""
+    try:
+        write(temporary)
+    except OSError:
+        raise
+    except Exception as error:
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write)
 
 
 def write_json(path: Path, value: Any) -> None:

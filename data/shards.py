@@ -3,8 +3,8 @@
 `shard-00000.safetensors` holds `aux` [T, A, D] and `last` [T, D] of many rows; `shard-00000.json` beside it says which
 rows, where, and the file's sha256. `index.json` is written once all rows are there.
 
-Layer convention, here and everywhere: id i is the residual stream ENTERING layer i of the target (0 = embeddings); `last`
-is the stream before the final norm.
+Layer convention, here and everywhere: id i is the residual stream ENTERING layer i of the target (0 = embeddings);
+`last` is the stream before the final norm.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class StoreInfo:
     dtype: str
 
     def bytes_per_token(self) -> int:
-        return (len(self.layer_ids) + 1) * self.hidden_size * getattr(torch, self.dtype).itemsize
+        return (len(self.layer_ids) + 1) * self.hidden_size * int(getattr(torch, self.dtype).itemsize)
 
 
 class ShardWriter:

@@ -91,9 +91,7 @@ def _without_nulls(value: Any) -> Any:
 # ---- mixing ----------------------------------------------------------------------------------------------
 
 
-def mix(
-    per_source: list[tuple[list[Conversation], int | None, float | None]], total: int | None, seed: int
-) -> Mixture:
+def mix(per_source: list[tuple[list[Conversation], int | None, float | None]], total: int | None, seed: int) -> Mixture:
     """Shuffle sources together: (conversations, limit, share of the total) each.
 
     A source with a share gives that part of `total`, or all it has; those without divide what is left.
@@ -151,9 +149,7 @@ def _pick(
     pools: list[list[Conversation]], requested: list[int | None], total: int | None, generator: random.Random
 ) -> list[list[Conversation]]:
     """Take the shares, then fill up from the sources without one, each in proportion to its size."""
-    picked = [
-        pool[:number] if number is not None else [] for pool, number in zip(pools, requested, strict=True)
-    ]
+    picked = [pool[:number] if number is not None else [] for pool, number in zip(pools, requested, strict=True)]
     open_pool = [
         (place, conversation)
         for place, number in enumerate(requested)

@@ -208,12 +208,7 @@ def _text_after_open_think(prompt: str, full: str, message: Message) -> str | No
     """
     content = message["content"]
     opened = prompt.rstrip().endswith(THINK)
-    if (
-        not opened
-        or END_THINK not in content
-        or message.get("tool_calls")
-        or message.get("reasoning_content")
-    ):
+    if not opened or END_THINK not in content or message.get("tool_calls") or message.get("reasoning_content"):
         return None
     if THINK not in content:
         return str(content)

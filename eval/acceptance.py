@@ -41,8 +41,7 @@ def summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
     summary = _summarize(requests, k)
     domains = sorted({request.domain for request in requests})
     summary["by_domain"] = {
-        domain: _summarize([request for request in requests if request.domain == domain], k)
-        for domain in domains
+        domain: _summarize([request for request in requests if request.domain == domain], k) for domain in domains
     }
     return summary
 
@@ -131,9 +130,7 @@ def _rates(drafts: int, per_pos: Sequence[int], num_draft_tokens: int | None) ->
         "k": len(per_pos),
         "drafts": drafts,
         "per_position": [_ratio(count, drafts) for count in per_pos],
-        "conditional": [
-            _ratio(count, before) for count, before in zip(per_pos, [drafts, *per_pos], strict=False)
-        ],
+        "conditional": [_ratio(count, before) for count, before in zip(per_pos, [drafts, *per_pos], strict=False)],
         "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
         "mean_of_requests_acceptance_length": None,
         "draft_acceptance_rate": _ratio(accepted, drafted),

@@ -1,7 +1,7 @@
 """The speculative loop: draft, verify in one target pass, keep what is right, roll both caches back.
 
-Batched over requests of different lengths. Rounds are counted as vLLM 0.32 counts them: accepted drafts before the answer
-is trimmed at its end (v1/core/sched/scheduler.py), and no round for the token that the prefill gives.
+Batched over requests of different lengths. Rounds are counted as vLLM 0.32 counts them: accepted drafts before the
+answer is trimmed at its end (v1/core/sched/scheduler.py), and no round for the token that the prefill gives.
 """
 
 from collections.abc import Callable
@@ -73,9 +73,7 @@ def decode(
     keep = _extend(answers, active, new_BQ, options)
     while True:
         if not all(keep):
-            rows = torch.tensor(
-                [row for row, kept in enumerate(keep) if kept], dtype=torch.long, device=device
-            )
+            rows = torch.tensor([row for row, kept in enumerate(keep) if kept], dtype=torch.long, device=device)
             on_progress(len(active) - len(rows))
             active = [request for request, kept in zip(active, keep, strict=True) if kept]
             if not active:
@@ -136,7 +134,6 @@ def _shifted_prompts(prompts: list[list[int]], first_B: Tensor) -> Tensor:
     """The token that follows each prompt position, the sampled one last: [B, Q], right-padded."""
     width = max(len(ids) for ids in prompts)
     rows = [
-        [*ids[1:], int(first)] + [0] * (width - len(ids))
-        for ids, first in zip(prompts, first_B.tolist(), strict=True)
+        [*ids[1:], int(first)] + [0] * (width - len(ids)) for ids, first in zip(prompts, first_B.tolist(), strict=True)
     ]
     return torch.tensor(rows, device=first_B.device)

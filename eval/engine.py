@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from drafthead.data.errors import InputError
 
@@ -34,7 +34,7 @@ class EngineConfig:
 
     model: str
     """Folder of the target, as `vllm serve` would get it."""
-    dtype: str = "float32"
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 256
     kv_cache_gib: int = 2
@@ -229,7 +229,7 @@ def _counters(engine: Any) -> DraftCounters:
 
 def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     """Load the engine, then answer the parent until its pipe closes."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, RequestOutput, SamplingParams
 
     llm = LLM(
         model=config.model,
@@ -274,6 +274,7 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
             handle(inbox.get())
         for output in engine.step():
             if output.finished:
+                assert isinstance(output, RequestOutput)
                 completion = output.outputs[0]
                 result = Result(
                     key=output.request_id,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class PositionedLayer(CacheLayerMixin):
+class PositionedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed
     """Keys and values [B, G, L, P] written at given positions of each request."""
 
     def __init__(self, max_length: int):
@@ -25,9 +25,7 @@ class PositionedLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(batch, groups, self.max_length, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -69,7 +67,7 @@ class HFTarget:
         device = self.model.device
         count = self.recorder.last_id
         self.layers = [PositionedLayer(max_length) for _ in range(count)]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=list(self.layers))
         width = max(len(ids) for ids in prompts)
         tokens_BQ = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=device)
         position_BQ = torch.arange(width, device=device).expand(len(prompts), -1)

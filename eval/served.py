@@ -81,9 +81,7 @@ def compare(
     return Comparison(ok=not failures, failures=failures)
 
 
-def _time_one_by_one(
-    engine: Engine, timed: Sequence[Request], progress: Progress | None, total: int
-) -> list[float]:
+def _time_one_by_one(engine: Engine, timed: Sequence[Request], progress: Progress | None, total: int) -> list[float]:
     """Milliseconds per token of each request; the first runs once before, unmeasured."""
     if not timed:
         return []

@@ -10,6 +10,9 @@ import torch
 from drafthead.data.errors import InputError
 from torch import Tensor, nn
 
+DECODER_PARTS = (("layers", "norm"), ("h", "ln_f"), ("layers", "norm_f"), ("layers", "final_layernorm"))
+"""Names of the layer list and of the final norm, by family."""
+
 
 class StateRecorder:
     """Run the decoder and keep the states that enter the chosen layers and the final norm."""
@@ -59,21 +62,13 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, nn.Module]
     Raises:
         InputError: The model's parts have other names; the message lists what is there.
     """
-    decoder = (
-        getattr(model, "model", None)
-        or getattr(model, "transformer", None)
-        or getattr(model, "backbone", model)
-    )
-    decoder = getattr(decoder, "language_model", decoder)
-    for layers_name, norm_name in (
-        ("layers", "norm"),
-        ("h", "ln_f"),
-        ("layers", "norm_f"),
-        ("layers", "final_layernorm"),
-    ):
-        if hasattr(decoder, layers_name) and hasattr(decoder, norm_name):
-            return decoder, getattr(decoder, layers_name), getattr(decoder, norm_name)
-    parts = ", ".join(name for name, _ in decoder.named_children())
+    inner: Any = model
+    for name in ("model", "transformer", "backbone", "language_model"):
+        inner = getattr(inner, name, inner)
+    for layers_name, norm_name in DECODER_PARTS:
+        if hasattr(inner, layers_name) and hasattr(inner, norm_name):
+            return inner, getattr(inner, layers_name), getattr(inner, norm_name)
+    parts = ", ".join(name for name, _ in inner.named_children())
     raise InputError(
         f"target: cannot find the decoder layers and final norm of {type(model).__name__} (parts: {parts})"
     )

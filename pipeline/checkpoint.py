@@ -11,17 +11,24 @@ from drafthead.data.files import read_json, write_json
 STATE = "state.json"
 
 
-def save_checkpoint(
-    accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any], keep: int
-) -> None:
-    """Save weights, moments and RNG of all ranks; `state.json` is written last and the folder renamed into place."""
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    """Save weights, moments and RNG of all ranks; `state.json` is written last and the folder renamed into place.
+
+    Raises:
+        InputError: There was no room for it.
+    """
     final = folder / f"step-{step:08d}"
     temporary = folder / f".step-{step:08d}.part"
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary), safe_serialization=True)
+    try:
+        accelerator.save_state(str(temporary), safe_serialization=True)
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # how torch.save speaks of a write that came up short
+            raise
+        raise InputError(f"{temporary}: the checkpoint could not be written whole; is the disk full?") from None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(temporary / STATE, {"step": step, "world_size": accelerator.num_processes, **state})

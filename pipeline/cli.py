@@ -1,7 +1,7 @@
 """The command line: `drafthead run RECIPE`, one sub-command per stage, and the checks.
 
-Every command takes `--json` for one object on stdout; everything else goes to stderr. Exit codes: 0 what was asked holds,
-1 a check or gate failed, 2 bad input.
+Every command takes `--json` for one object on stdout; everything else goes to stderr. Exit codes: 0 what was asked
+holds, 1 a check or gate failed, 2 bad input.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import GateError, InputError
+from safetensors import SafetensorError
 
 STAGE_HELP = {
     "prompts": "collect prompts and hold some out",
@@ -51,10 +52,11 @@ def report_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        where = error.filename if error.filename is not None else "a file"
-        _stop(
-            f"{where}: {error.strerror}; mend that and run the same command again, finished work is kept", 2
-        )
+        # of two files (a link, a rename) the second is the one that is written
+        where = error.filename2 or error.filename or "a file"
+        _stop(f"{where}: {error.strerror}; mend that and run the same command again, finished work is kept", 2)
+    except SafetensorError as error:  # a full disk or a torn file; its own type, without the file's name
+        _stop(f"tensors could not be read or written ({error}); mend that and run the same command again", 2)
     except KeyboardInterrupt:
         _stop("interrupted; the same command goes on from here", 130)
 
@@ -80,6 +82,8 @@ def quiet_libraries() -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     if argv[:2] == ["export", "preflight"]:  # `export` takes a run, `export preflight` a folder
         argv = ["export-preflight", *argv[2:]]
+    if argv[:1] == ["run"]:  # argparse takes no overrides after an option
+        argv = ["run", *sorted(argv[1:], key=lambda word: not word.startswith("-"))]
     parser = argparse.ArgumentParser(
         prog="drafthead", description="Draft heads for speculative decoding: train, evaluate, export, check."
     )
@@ -98,15 +102,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
             stage.add_argument("--prompts", type=Path, help="JSONL with messages, prompt or turns a line")
             stage.add_argument("--k", type=_positive, help="draft tokens per round")
             stage.add_argument("--max-new-tokens", type=_positive)
-            stage.add_argument(
-                "--limit", type=_positive, help="at most so many prompts, spread over the domains"
-            )
+            stage.add_argument("--limit", type=_positive, help="at most so many prompts, spread over the domains")
         if name == "eval":
             stage.add_argument("--temperature", type=_temperature)
 
-    preflight = _add(
-        commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight
-    )
+    preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
     preflight.add_argument("--target", required=True)
 
@@ -232,9 +232,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 
     report = preflight(arguments.export, open_target(arguments.target).path)
     lines = [f"{one['gate']}: {one['field']}: {one['message']}" for one in report.failures]
-    lines.append(
-        report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder"
-    )
+    lines.append(report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder")
     _print(arguments, asdict(report), "\n".join(lines))
     return 0 if report.ok else 1
 
@@ -255,9 +253,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     else:
         print_inspection(template, inspection, sys.stdout)
     if not inspection["kept"]:
-        raise InputError(
-            f"{arguments.conversations}: no samples remain, {len(inspection['dropped'])} dropped"
-        )
+        raise InputError(f"{arguments.conversations}: no samples remain, {len(inspection['dropped'])} dropped")
     return 0
 
 

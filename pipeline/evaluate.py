@@ -55,10 +55,7 @@ def evaluate(run: Run) -> dict[str, Any]:
     )
     report = evaluate_prompts(run, load_prompts(run, options.prompts, options.limit), options)
     write_json(run.folder("eval") / "report.json", report)
-    return {
-        name: report[name]
-        for name in ("mean_acceptance_length", "per_position", "identical_to_plain", "drafts")
-    }
+    return {name: report[name] for name in ("mean_acceptance_length", "per_position", "identical_to_plain", "drafts")}
 
 
 def evaluate_prompts(run: Run, prompts: list[Prompt], options: EvalOptions) -> dict[str, Any]:
@@ -109,9 +106,7 @@ def load_prompts(run: Run, path: Path | None, limit: int | None) -> list[Prompt]
             continue
         prompts.append(Prompt(domain=one.domain, ids=ids))
     if not prompts:
-        raise InputError(
-            f"{path or 'held-out prompts'}: no prompt can be used ({(reasons or ['there are none'])[0]})"
-        )
+        raise InputError(f"{path or 'held-out prompts'}: no prompt can be used ({(reasons or ['there are none'])[0]})")
     return prompts
 
 

@@ -58,8 +58,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         },
         "memory": {"training_gb": round(training_bytes(recipe, target, size["head"]) / 1e9, 2)},
         "stages": [
-            {"name": name, "finished": run.is_finished(name), "estimated_s": seconds.get(name)}
-            for name in STAGES
+            {"name": name, "finished": run.is_finished(name), "estimated_s": seconds.get(name)} for name in STAGES
         ],
     }
 
@@ -110,7 +109,7 @@ def training_bytes(recipe: Recipe, target: Any, head: int) -> int:
     frozen = target.vocab_size * target.hidden_size * 2 + recipe.draft_vocab.size * target.hidden_size * 2
     logits = recipe.train.batch_tokens * recipe.draft_vocab.size * (4 + 2 * recipe.train.depth)
     states = recipe.train.batch_tokens * target.hidden_size * 16 * recipe.train.depth
-    return head * 16 + frozen + logits + states
+    return int(head * 16 + frozen + logits + states)
 
 
 def estimate_seconds(recipe: Recipe, target_parameters: int, answers: int, tokens: int) -> dict[str, int]:
@@ -139,16 +138,12 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"prompts   {prompts['count']:,}{'' if prompts['exact'] else ' (assumed: the source is not counted yet)'}",
         f"answers   at most {plan['answer_tokens_at_most']:,} tokens",
         f"disk      {disk['states_gb']:,} GB of states; {disk['free_gb']:,} GB free",
-        f"training  {plan['parameters']['head'] / 1e6:.1f} M parameters, about {plan['memory']['training_gb']} GB memory",
+        f"training  {plan['parameters']['head'] / 1e6:.1f} M parameters, about {plan['memory']['training_gb']} GB",
         "",
     ]
     for stage in plan["stages"]:
         time = (
-            "done"
-            if stage["finished"]
-            else ""
-            if stage["estimated_s"] is None
-            else f"about {stage['estimated_s']} s"
+            "done" if stage["finished"] else "" if stage["estimated_s"] is None else f"about {stage['estimated_s']} s"
         )
         lines.append(f"  {stage['name']:<12} {time}")
     return "\n".join(lines)

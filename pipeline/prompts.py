@@ -2,8 +2,8 @@
 
     drafthead prompts runs/eagle3
 
-Source `self` lets the target write its own prompts (the Magpie method, Xu et al. 2024): the chat template is rendered up
-to the empty user turn, and the target samples what a user would say there.
+Source `self` lets the target write its own prompts (the Magpie method, Xu et al. 2024): the chat template is rendered
+up to the empty user turn, and the target samples what a user would say there.
 """
 
 import hashlib
@@ -52,9 +52,7 @@ def collect_prompts(run: Run) -> dict[str, Any]:
     train, repeated = without_heldout(train, heldout)
     dropped.update({"also held out": repeated} if repeated else {})
     if not train or not heldout:
-        raise InputError(
-            f"prompts: {len(train)} training and {len(heldout)} held-out prompts; both are needed"
-        )
+        raise InputError(f"prompts: {len(train)} training and {len(heldout)} held-out prompts; both are needed")
     folder = run.folder("prompts")
     for name, conversations in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", (_as_json(one) for one in conversations))
@@ -62,9 +60,7 @@ def collect_prompts(run: Run) -> dict[str, Any]:
         "train": len(train),
         "heldout": len(heldout),
         "domains": dict(Counter(one.domain for one in train)),
-        "sources": {
-            source.source: taken for source, taken in zip(settings.sources, mixture.taken, strict=True)
-        },
+        "sources": {source.source: taken for source, taken in zip(settings.sources, mixture.taken, strict=True)},
         "duplicates": mixture.duplicates,
         "dropped": dict(dropped),
     }
@@ -122,9 +118,7 @@ def write_own_prompts(run: Run, count: int, dropped: Counter[str]) -> list[Conve
     """Let the target write user turns until `count` have been sampled; what is not usable is counted in `dropped`."""
     settings = run.recipe.prompts.self_written
     path = run.folder("prompts") / "self.part.jsonl"
-    prompt_ids = user_turn_ids(
-        Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
-    )
+    prompt_ids = user_turn_ids(Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs))
     done = {row["key"]: SelfSample(**row) for row in read_partial_jsonl(path)}
     todo = [key for key in (f"self-{number:06d}" for number in range(count)) if key not in done]
     if todo:

@@ -50,15 +50,15 @@ class SourceConfig(Section):
     split: str = "train"
     """Of a Hugging Face data set."""
     limit: Count | None = None
-    share: float | None = Field(None, gt=0, le=1)
+    share: float | None = Field(default=None, gt=0, le=1)
     """Part of all training prompts that this source gives; needs `prompts.limit`."""
 
 
 class SelfPromptsConfig(Section):
     """How the target writes prompts itself (source `self`; the Magpie method)."""
 
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(0.95, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=0.95, gt=0, le=1)
     max_new_tokens: Count = 200
 
 
@@ -66,7 +66,7 @@ class PromptsConfig(Section):
     sources: list[SourceConfig]
     limit: Count | None = None
     """Training prompts in all."""
-    heldout: list[SourceConfig] | float = Field(0.02)
+    heldout: list[SourceConfig] | float = Field(default=0.02)
     """Sources of held-out prompts, or the share of the training sources that is held out."""
     heldout_limit: Count | None = None
     self_written: SelfPromptsConfig = SelfPromptsConfig()
@@ -83,11 +83,11 @@ class RespondConfig(Section):
     engine: Literal["vllm", "transformers", "off"] = "vllm"
     """`off` takes the answers that the conversations already hold."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: Count = 256
     max_model_len: Count = 2048
     max_num_seqs: Count = 256
-    kv_cache_gib: int = Field(4, ge=1)
+    kv_cache_gib: int = Field(default=4, ge=1)
 
 
 class EncodeConfig(Section):
@@ -125,18 +125,20 @@ class TrainConfig(Section):
     batch_tokens: Count = 8192
     """Tokens of one micro batch on one process."""
     accumulation: Count = 1
-    depth: int = Field(7, ge=1, le=16)
+    depth: int = Field(default=7, ge=1, le=16)
     """Training-time-test steps: how many draft tokens ahead the head is trained."""
     loss: Literal["soft_ce", "kl", "lk", "lk_hybrid"] = "soft_ce"
-    step_weight: float = Field(0.8, gt=0)
+    step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
     only_surviving: bool = False
     """Train later steps only on slots whose chain has been right so far, as serving does."""
-    learning_rate: float = Field(1e-4, gt=0)
+    context_weight: float = Field(default=0.0, ge=0)
+    """Weight of slots that predict a prompt's token, against 1 for the target's own: more to learn from per state."""
+    learning_rate: float = Field(default=1e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_ratio: float = Field(0.015, ge=0, lt=1)
-    max_grad_norm: float = Field(0.5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_ratio: float = Field(default=0.015, ge=0, lt=1)
+    max_grad_norm: float = Field(default=0.5, gt=0)
     precision: Literal["bf16", "fp32"] = "bf16"
     evaluate_every: Count = 500
     """Optimiser steps between held-out walks."""
@@ -146,8 +148,8 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    k: int = Field(3, ge=1, le=16)
-    temperature: float = Field(0.0, ge=0)
+    k: int = Field(default=3, ge=1, le=16)
+    temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: Count = 96
     limit: Count | None = None
     """Held-out prompts used, spread over the domains."""
@@ -157,7 +159,7 @@ class EvalConfig(Section):
 
 class ExportConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    k: int = Field(3, ge=1, le=16)
+    k: int = Field(default=3, ge=1, le=16)
     """`num_speculative_tokens` in speculative_config.json."""
 
 
@@ -169,9 +171,9 @@ class ServeCheckConfig(Section):
     """Of these, how many are decoded one by one for the batch-1 time."""
     max_new_tokens: Count = 96
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    kv_cache_gib: int = Field(2, ge=1)
+    kv_cache_gib: int = Field(default=2, ge=1)
     max_model_len: Count = 2048
-    tolerance: float = Field(0.02, gt=0)
+    tolerance: float = Field(default=0.02, gt=0)
     """Largest |served - predicted| of any position."""
 
 

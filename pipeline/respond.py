@@ -35,7 +35,8 @@ def respond(run: Run) -> dict[str, Any]:
     template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
     dialogues = [Dialogue(one, split, template) for split in SPLITS for one in read_prompts(run, split)]
     by_id = {(one.split, one.conversation.id): one for one in dialogues}
-    for row in read_partial_jsonl(part):
+    whole = folder / "answers.jsonl"
+    for row in read_partial_jsonl(whole if whole.exists() else part):
         by_id[row["split"], row["id"]].answers.append(row)
     total = sum(one.num_turns for one in dialogues)
     done = sum(len(one.answers) for one in dialogues)
@@ -48,7 +49,7 @@ def respond(run: Run) -> dict[str, Any]:
     answers = [row for one in dialogues for row in one.answers]
     if not answers:
         raise InputError(f"respond: no prompt could be answered ({_reasons(skipped)})")
-    write_jsonl(folder / "answers.jsonl", answers)
+    write_jsonl(whole, answers)
     part.unlink(missing_ok=True)
     report = {
         "engine": settings.engine,
@@ -116,9 +117,7 @@ class Dialogue:
         messages: list[dict[str, Any]] = []
         for answer, given in zip(self.answers, self.turns, strict=False):
             messages += [*given, {"role": "assistant", "content": self._text(answer["completion_ids"])}]
-        return self.template.render_prompt(
-            [*messages, *self.turns[len(self.answers)]], self.conversation.tools
-        )
+        return self.template.render_prompt([*messages, *self.turns[len(self.answers)]], self.conversation.tools)
 
     def _text(self, ids: list[int]) -> str:
         kept = [token for token in ids if token not in self.template.end_of_turn_ids]
@@ -129,7 +128,8 @@ def turn_contexts(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Split what is given into the part before each assistant turn that the target is to write.
 
     Every user message is answered, and assistant messages of the data are left out: the target writes its own. A
-    conversation with tool results keeps its messages, since new calls would not fit them; only its last answer is written.
+    conversation with tool results keeps its messages, since new calls would not fit them; only its last answer is
+    written.
     """
     if any(message["role"] == "tool" for message in messages):
         given = messages[:-1] if messages[-1]["role"] == "assistant" else messages

@@ -28,6 +28,7 @@ from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
 from drafthead.pipeline.target import Target, open_target
 
 MANIFEST = "manifest.json"
+INGREDIENTS = "ingredients.json"
 FORMAT = 1
 PACKAGES = (
     "torch",
@@ -90,9 +91,7 @@ class Run:
         """Folder of a finished stage that the caller reads."""
         folder = self.folder(name)
         if not (folder / MANIFEST).is_file():
-            raise InputError(
-                f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`"
-            )
+            raise InputError(f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`")
         return folder
 
     def report(self, name: str) -> dict[str, Any]:
@@ -136,9 +135,7 @@ class Run:
             )
         missing = [file for file, size in manifest["files"].items() if _size(folder / file) != size]
         if missing:
-            raise InputError(
-                f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}"
-            )
+            raise InputError(f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}")
         return True
 
     def run_stage(self, name: str) -> bool:
@@ -154,8 +151,11 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if self.is_finished(name):  # another run made it while this one waited
+                self._note(name, "finished", read_json(folder / MANIFEST)["seconds"])
                 return False
-            self._check_ingredients(name)
+            self.check_settings(name)
+            write_json(folder / INGREDIENTS, self.ingredients(name))
+            _remove_torn_files(folder)
             self._note(name, "running", None)
             start = time.monotonic()
             counts = stage.work(self)
@@ -163,18 +163,18 @@ class Run:
         self._note(name, "finished", time.monotonic() - start)
         return True
 
-    def _check_ingredients(self, name: str) -> None:
-        """Refuse to go on in a half-done folder that other settings began."""
-        path = self.folder(name) / "ingredients.json"
-        if path.is_file():
-            before = read_json(path)
-            if before != self.ingredients(name):
-                raise InputError(
-                    f"{path.parent} was begun with other settings ({_difference(before, self.ingredients(name))}); "
-                    f"choose another run.name=..., or remove that folder to start again"
-                )
-        else:
-            write_json(path, self.ingredients(name))
+    def check_settings(self, name: str) -> None:
+        """Refuse a folder that other settings began.
+
+        Raises:
+            InputError: Naming the settings that differ.
+        """
+        path = self.folder(name) / INGREDIENTS
+        if path.is_file() and (before := read_json(path)) != self.ingredients(name):
+            raise InputError(
+                f"{path.parent} was begun with other settings ({_difference(before, self.ingredients(name))}); "
+                f"choose another run.name=..., or remove that folder to start again"
+            )
 
     def _write_manifest(self, name: str, counts: dict[str, Any], seconds: float) -> None:
         folder = self.folder(name)
@@ -220,7 +220,8 @@ class Run:
     def save(self) -> None:
         """Write run.json."""
         self.record.update(recipe=self.recipe.model_dump(mode="json"), target_path=str(self.target.path))
-        self.record.setdefault("export_path", None)
+        exported = self.path / "export"
+        self.record["export_path"] = str(exported.resolve()) if (exported / MANIFEST).is_file() else None
         self.record.update(provenance())
         write_json(self.path / "run.json", self.record)
 
@@ -233,9 +234,13 @@ def create_run(recipe: Recipe, stages: dict[str, Stage]) -> Run:
     path = Path(recipe.run.dir) / str(recipe.run.name)
     if "/" in str(recipe.run.name) or str(recipe.run.name) in ("", ".", ".."):
         raise InputError(f"run.name={recipe.run.name}: a folder name without slashes, please")
+    recipe = _with_absolute_paths(recipe)
+    run = Run(path=path, recipe=recipe, stages=stages, record=_old_record(path))
+    for name, stage in stages.items():
+        if not stage.shared:  # before the recipe of what is there is overwritten
+            run.check_settings(name)
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-    run = Run(path=path, recipe=recipe, stages=stages, record=_old_record(path))
     run.save()
     return run
 
@@ -244,15 +249,29 @@ def open_run(path: Path, stages: dict[str, Stage], overrides: list[str]) -> Run:
     """Open a run directory by its saved recipe."""
     recipe_path = path / "recipe.yaml"
     if not recipe_path.is_file():
-        raise InputError(
-            f"{path}: not a run directory (no recipe.yaml); make one with `drafthead run RECIPE`"
-        )
+        raise InputError(f"{path}: not a run directory (no recipe.yaml); make one with `drafthead run RECIPE`")
     recipe = load_recipe(str(recipe_path), overrides)
     if recipe.run.name != path.resolve().name or Path(recipe.run.dir).resolve() != path.resolve().parent:
         moved = {"name": path.resolve().name, "dir": str(path.resolve().parent)}
         values = recipe.model_dump(mode="json")
         recipe = check_recipe({**values, "run": {**values["run"], **moved}}, str(recipe_path))
     return Run(path=path, recipe=recipe, stages=stages, record=_old_record(path))
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Files that the recipe names, so that the run can be opened from any folder."""
+
+    def absolute(name: str) -> str:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.exists() else name
+
+    values = recipe.model_dump(mode="json")
+    values["target"] = absolute(recipe.target)
+    heldout = values["prompts"]["heldout"]
+    for source in [*values["prompts"]["sources"], *(heldout if isinstance(heldout, list) else [])]:
+        if Path(source["source"]).expanduser().is_file():
+            source["source"] = absolute(source["source"])
+    return check_recipe(values, "recipe")
 
 
 def _old_record(path: Path) -> dict[str, Any]:
@@ -284,9 +303,7 @@ def _commit() -> str | None:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return None
-    done = subprocess.run(
-        [git, "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
+    done = subprocess.run([git, "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
@@ -303,6 +320,15 @@ def _locked(folder: Path) -> Iterator[None]:
             print(f"waiting for another run that is working in {folder}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _remove_torn_files(folder: Path) -> None:
+    """Remove what a killed try had half written; the lock says that nobody writes it now."""
+    for path in list(folder.rglob(".*.part")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

@@ -3,8 +3,8 @@
     drafthead serve-check runs/eagle3 --prompts spec_bench.jsonl --k 3
 
 Two predictions are compared with vLLM's counters: our own speculative loop over the same prompts, and the walk over the
-texts that vLLM itself wrote. The plain run writes a few tokens more than the others, because vLLM counts draft tokens that
-lie behind an answer's end.
+texts that vLLM itself wrote. The plain run writes a few tokens more than the others, because vLLM counts draft tokens
+that lie behind an answer's end.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def check_prompts(run: Run, prompts: list[Prompt], depths: list[int], max_new_to
     """Serve the prompts plainly and with the head at every k.
 
     Returns:
-        The object of `drafthead serve-check --json`: `predicted` and `served` are those of the first k; `by_k` holds all.
+        The object of `drafthead serve-check --json`; `predicted` and `served` are those of the first k, `by_k` has all.
     """
     settings = run.recipe.serve_check
     timed = list(range(len(prompts)))[: settings.timed_prompts]

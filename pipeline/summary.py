@@ -34,15 +34,10 @@ def publish(run: Run, summary: dict[str, Any]) -> None:
     """Log the evaluation table and the export with its card to the run's W&B run."""
     recipe = run.recipe
     served, evaluated = summary["serve_check"], summary["eval"]
-    with Tracker(
-        recipe.tracking.project, str(recipe.run.name), recipe.model_dump(mode="json"), run.path
-    ) as tracker:
+    with Tracker(recipe.tracking.project, str(recipe.run.name), recipe.model_dump(mode="json"), run.path) as tracker:
         columns = ("k", "position", "predicted", "walk on served texts", "served by vLLM")
         tracker.table("acceptance", columns, acceptance_rows(served))
-        domains = [
-            (name, one["drafts"], one["mean_acceptance_length"])
-            for name, one in evaluated["by_domain"].items()
-        ]
+        domains = [(name, one["drafts"], one["mean_acceptance_length"]) for name, one in evaluated["by_domain"].items()]
         tracker.table("accept length by domain", DOMAIN_COLUMNS, domains)
         metadata = {
             "mean_acceptance_length": served["served"]["mean_acceptance_length"],

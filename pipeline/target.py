@@ -57,9 +57,7 @@ class Target:
         try:
             return AutoConfig.from_pretrained(self.path).get_text_config()
         except (ValueError, OSError, KeyError) as error:
-            raise InputError(
-                f"{self.path}/config.json: transformers cannot read it ({_first_line(error)})"
-            ) from None
+            raise InputError(f"{self.path}/config.json: transformers cannot read it ({_first_line(error)})") from None
 
     @property
     def num_layers(self) -> int:
@@ -80,9 +78,7 @@ class Target:
         try:
             return AutoTokenizer.from_pretrained(self.path)
         except (ValueError, OSError, KeyError) as error:
-            raise InputError(
-                f"{self.path}: no tokenizer can be read from it ({_first_line(error)})"
-            ) from None
+            raise InputError(f"{self.path}: no tokenizer can be read from it ({_first_line(error)})") from None
 
     @functools.cached_property
     def end_of_turn_ids(self) -> list[int]:
@@ -129,9 +125,7 @@ class Target:
             if name in self.tensor_files:
                 return self.tensor(name)
         near = [name for name in self.tensor_files if "layers." not in name][:6]
-        raise InputError(
-            f"{self.path}: no {what} under any known name; tensors outside the layers: {', '.join(near)}"
-        )
+        raise InputError(f"{self.path}: no {what} under any known name; tensors outside the layers: {', '.join(near)}")
 
     @functools.cached_property
     def embedding_VD(self) -> Tensor:
@@ -175,7 +169,7 @@ class Target:
         """Load the frozen target for inference."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation="sdpa")
         return model.to(device).eval().requires_grad_(False)
 
     def resolve_aux_layers(self, asked: list[int] | None) -> list[int]:
@@ -204,16 +198,12 @@ def open_target(name: str) -> Target:
     if name.startswith("builtin:"):
         make = BUILTIN.get(name.removeprefix("builtin:"))
         if make is None:
-            raise InputError(
-                f"target={name}: no such built-in target; there are {', '.join(sorted(BUILTIN))}"
-            )
+            raise InputError(f"target={name}: no such built-in target; there are {', '.join(sorted(BUILTIN))}")
         return Target(_made_once(name.removeprefix("builtin:"), make))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(
-                f"target={name}: no config.json in that folder; give a Hugging Face model folder"
-            )
+            raise InputError(f"target={name}: no config.json in that folder; give a Hugging Face model folder")
         return Target(path.resolve())
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError(f"target={name}: no such folder")

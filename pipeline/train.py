@@ -3,11 +3,15 @@
     drafthead train runs/eagle3                                   # the stage; starts the workers
     python -m drafthead.pipeline.train runs/eagle3                # one worker
 
-Notable: the loss of a step is a sum over all its supervised slots divided by their global count, so packing, accumulation
-and ranks do not change it; what is watched on held-out answers is the walk (eval/acceptance.py), not an average over slots.
+Notable: the loss of a step is a sum over all its supervised slots divided by their global count, so packing,
+accumulation and ranks do not change it; what is watched on held-out answers is the walk (eval/acceptance.py), not an
+average over slots.
 """
 
+import contextlib
+import ctypes
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -37,11 +41,23 @@ from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
 from torch import Tensor, nn
 
+BAD_INPUT = 2
+"""Exit code of a worker that stopped with an InputError."""
+PR_SET_PDEATHSIG = 1
+
 
 def train(run: Run) -> dict[str, Any]:
     """The stage: start the workers and wait for their head."""
-    command, extra = launch_command(run.recipe.run.launch, "drafthead.pipeline.train", [str(run.path)])
-    done = subprocess.run(command, env=_environment(extra))
+    launch = run.recipe.run.launch
+    command, extra = launch_command(launch, "drafthead.pipeline.train", [str(run.path)])
+    # a session of its own: Ctrl-C reaches this process alone, which says so once and ends the workers
+    try:
+        done = subprocess.run(command, env=_environment(extra), start_new_session=True, preexec_fn=end_with_parent)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the worker's bar ends in mid-line
+        raise
+    if done.returncode == BAD_INPUT and launch == "single":
+        sys.exit(BAD_INPUT)  # the worker has said why, in the one line
     if done.returncode:
         raise InputError(
             f"{run.path}/train: training stopped with exit code {done.returncode}; the reason is above, "
@@ -49,6 +65,12 @@ def train(run: Run) -> dict[str, Any]:
         )
     report: dict[str, Any] = json.loads((run.folder("train") / "report.json").read_text())
     return report
+
+
+def end_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it dies, so that no orphan trains on beside its heir."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
@@ -66,6 +88,8 @@ class Inputs:
     heldout_rows: list[Row]
     heldout_store: Store
     frozen: FrozenTarget
+    opening: int
+    """Tokens that all training rows begin with alike."""
 
     @classmethod
     def open(cls, run: Run) -> "Inputs":
@@ -83,14 +107,20 @@ class Inputs:
                 raise InputError(
                     f"{store.folder}: states of target {store.info.fingerprint}, this run's is {run.target.fingerprint}"
                 )
-            rows = [
-                row for row in read_rows(run.input("encode") / f"{split}.parquet") if row.key in store.where
-            ]
+            rows = [row for row in read_rows(run.input("encode") / f"{split}.parquet") if row.key in store.where]
             if not rows:
                 raise InputError(f"{store.folder}: no row of {split}.parquet has states")
             opened.append((rows, store))
         (rows, store), (heldout_rows, heldout_store) = opened
-        return cls(rows, store, heldout_rows, heldout_store, frozen)
+        return cls(rows, store, heldout_rows, heldout_store, frozen, common_opening(rows))
+
+
+def common_opening(rows: list[Row]) -> int:
+    """How many context tokens all rows share at their beginning."""
+    shortest = min(row.context_length for row in rows)
+    first = rows[0].input_ids
+    agree = (all(row.input_ids[place] == first[place] for row in rows) for place in range(shortest))
+    return next((place for place, same in enumerate(agree) if not same), shortest)
 
 
 @dataclass
@@ -146,9 +176,7 @@ def work(run: Run) -> None:
     }
     lengths = [len(row.input_ids) for row in inputs.rows]
     ranks = accelerator.num_processes
-    steps = plan_steps(
-        lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens
-    )
+    steps = plan_steps(lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens)
     if accelerator.is_main_process:
         _print_plan(accelerator, head, inputs, lengths, len(steps), recipe)
 
@@ -205,40 +233,39 @@ def _loop(
     lengths = [len(row.input_ids) for row in inputs.rows]
     tally = Tally()
     model.train()
-    bar = progress(len(steps), "train", "step", state["step"]) if accelerator.is_main_process else None
-    for number, step in enumerate(todo, start=state["step"]):
-        total_slots = sum(slots[row] for pack in step for row in pack)
-        rate = learning_rate(number, len(steps), settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        norm = _take_step(accelerator, model, optimizer, packs, inputs.frozen, total_slots, settings, tally)
-        state["tokens"] += sum(lengths[row] for pack in step for row in pack)
-        done = number + 1
-        if bar is not None:
-            bar.update()
-        if done % settings.log_every == 0 or done == len(steps):
-            values = {**tally.metrics(), "learning_rate": rate, "grad_norm": norm, "tokens": state["tokens"]}
-            sinks.write(done, values, "train")
-            tally = Tally()
+    shown = accelerator.is_main_process
+    with progress(len(steps), "train", "step", state["step"]) if shown else contextlib.nullcontext() as bar:
+        for number, step in enumerate(todo, start=state["step"]):
+            total_slots = sum(slots[row] for pack in step for row in pack)
+            rate = learning_rate(number, len(steps), settings)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            norm = _take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally)
+            state["tokens"] += sum(lengths[row] for pack in step for row in pack)
+            done = number + 1
             if bar is not None:
-                bar.set_postfix(loss=f"{values['loss']:.3f}", tok_s=f"{values['tokens_per_s']:.0f}")
-        if done % settings.evaluate_every == 0 and done < len(steps):
-            found = heldout_walk(accelerator, model, inputs, recipe)
-            sinks.write(done, flat_walk(found), "heldout")
-            if bar is not None:
-                bar.write(f"step {done}: held-out walk {render_walk(found)}", file=sys.stderr)
-            model.train()
-            tally = Tally()
-        if done % settings.checkpoint_every == 0 and done < len(steps):
-            save_checkpoint(
-                accelerator,
-                folder / "checkpoints",
-                done,
-                {"tokens": state["tokens"]},
-                settings.keep_checkpoints,
-            )
-    if bar is not None:
-        bar.close()
+                bar.update()
+            if done % settings.log_every == 0 or done == len(steps):
+                values = {**tally.metrics(), "learning_rate": rate, "grad_norm": norm, "tokens": state["tokens"]}
+                sinks.write(done, values, "train")
+                tally = Tally()
+                if bar is not None:
+                    bar.set_postfix(loss=f"{values['loss']:.3f}", tok_s=f"{values['tokens_per_s']:.0f}")
+            if done % settings.evaluate_every == 0 and done < len(steps):
+                found = heldout_walk(accelerator, model, inputs, recipe)
+                sinks.write(done, flat_walk(found), "heldout")
+                if bar is not None:
+                    bar.write(f"step {done}: held-out walk {render_walk(found)}", file=sys.stderr)
+                model.train()
+                tally = Tally()
+            if done % settings.checkpoint_every == 0 and done < len(steps):
+                save_checkpoint(
+                    accelerator,
+                    folder / "checkpoints",
+                    done,
+                    {"tokens": state["tokens"]},
+                    settings.keep_checkpoints,
+                )
 
 
 def _take_step(
@@ -246,7 +273,7 @@ def _take_step(
     model: nn.Module,
     optimizer: Any,
     packs: Iterator[Pack],
-    frozen: FrozenTarget,
+    inputs: Inputs,
     total_slots: int,
     settings: TrainConfig,
     tally: Tally,
@@ -256,7 +283,7 @@ def _take_step(
     for _ in range(settings.accumulation):
         pack = next(packs)
         with accelerator.accumulate(model):
-            output = run_head(accelerator, model, pack, frozen, settings, settings.depth)
+            output = run_head(accelerator, model, pack, inputs, settings, settings.depth)
             accelerator.backward(output.loss / total_slots * loss_scale(accelerator))
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
@@ -270,7 +297,7 @@ def run_head(
     accelerator: Accelerator,
     model: nn.Module,
     pack: Pack,
-    frozen: FrozenTarget,
+    inputs: Inputs,
     settings: TrainConfig,
     depth: int,
 ) -> HeadOutput:
@@ -283,21 +310,21 @@ def run_head(
         position_T=pack.position_T.to(device),
         supervised_T=pack.supervised_T.to(device),
         documents=pack.documents,
+        opening=inputs.opening,
     )
     output: HeadOutput = model(
         batch,
-        frozen,
+        inputs.frozen,
         depth=depth,
         loss=settings.loss,
         step_weight=settings.step_weight,
         only_surviving=settings.only_surviving,
+        context_weight=settings.context_weight if model.training else 0.0,
     )
     return output
 
 
-def heldout_walk(
-    accelerator: Accelerator, model: nn.Module, inputs: Inputs, recipe: Recipe
-) -> dict[str, Any]:
+def heldout_walk(accelerator: Accelerator, model: nn.Module, inputs: Inputs, recipe: Recipe) -> dict[str, Any]:
     """Walk the held-out answers with drafts of `eval.k` tokens; every rank does the same, each row counts once."""
     model.eval()
     rows = inputs.heldout_rows
@@ -306,7 +333,7 @@ def heldout_walk(
     with torch.no_grad():
         loaded = prefetch([[rows[row] for row in pack] for pack in packs], inputs.heldout_store)
         for pack, numbers in zip(loaded, packs, strict=True):
-            output = run_head(accelerator, model, pack, inputs.frozen, recipe.train, recipe.eval.k)
+            output = run_head(accelerator, model, pack, inputs, recipe.train, recipe.eval.k)
             for number, (start, length) in zip(numbers, pack.documents, strict=True):
                 survived = output.survived_TK[start : start + length].cpu()
                 requests.append(walk_row(rows[number], survived))
@@ -380,6 +407,7 @@ def main() -> None:
     from drafthead.pipeline.run_dir import open_run
     from drafthead.pipeline.stages import STAGES
 
+    end_with_parent()
     with report_errors():
         work(open_run(Path(sys.argv[1]), STAGES, []))
 

@@ -16,7 +16,7 @@ def verify_greedy(logits_BQV: Tensor, draft_BK: Tensor, num_draft_B: Tensor) -> 
         accepted_B: Number of accepted draft tokens.
         output_BQ: The tokens that this round yields: accepted ones, then the target's own; -1 after that.
     """
-    batch, steps = draft_BK.shape
+    steps = draft_BK.shape[1]
     own_BQ = logits_BQV.argmax(-1)
     inside_BK = torch.arange(steps, device=draft_BK.device) < num_draft_B[:, None]
     hit_BK = (own_BQ[:, :steps] == draft_BK) & inside_BK

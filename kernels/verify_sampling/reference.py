@@ -47,7 +47,5 @@ def verify_sampling(
             output_BQ[row, step] = torch.multinomial(residual_V, 1, generator=generator)[0]
             break
         else:
-            output_BQ[row, count] = torch.multinomial(
-                target_BQV[row, count].double(), 1, generator=generator
-            )[0]
+            output_BQ[row, count] = torch.multinomial(target_BQV[row, count].double(), 1, generator=generator)[0]
     return accepted_B, output_BQ

@@ -61,9 +61,7 @@ def _acceptance(report: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     pairs = zip(report["per_position"], report["conditional"], strict=True)
-    lines += [
-        f"| {index} | {_number(all_)} | {_number(given)} |" for index, (all_, given) in enumerate(pairs)
-    ]
+    lines += [f"| {index} | {_number(all_)} | {_number(given)} |" for index, (all_, given) in enumerate(pairs)]
     if report["by_domain"]:
         lines += ["", "| domain | rounds | mean acceptance length |", "|---|---|---|"]
         for domain, part in report["by_domain"].items():
@@ -85,9 +83,7 @@ def _served(check: dict[str, Any] | None) -> str:
         "|---|---|---|",
     ]
     pairs = zip(check["predicted"]["per_position"], check["served"]["per_position"], strict=True)
-    lines += [
-        f"| {index} | {_number(here)} | {_number(there)} |" for index, (here, there) in enumerate(pairs)
-    ]
+    lines += [f"| {index} | {_number(here)} | {_number(there)} |" for index, (here, there) in enumerate(pairs)]
     lengths = [_number(check[side]["mean_acceptance_length"]) for side in ("predicted", "served")]
     lines.append(f"| mean acceptance length | {lengths[0]} | {lengths[1]} |")
     return "\n".join(lines)

@@ -118,9 +118,7 @@ def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator
             yield _export(name, "the head is not quantised; vLLM would look for quantised tensors")
     if config.get("dtype") not in DTYPES or config.get("torch_dtype") != config.get("dtype"):
         values = f"{config.get('dtype')!r} and {config.get('torch_dtype')!r}"
-        yield _export(
-            "dtype", f"dtype and torch_dtype are {values}, must be equal and one of {', '.join(DTYPES)}"
-        )
+        yield _export("dtype", f"dtype and torch_dtype are {values}, must be equal and one of {', '.join(DTYPES)}")
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield _export("num_key_value_heads", f"{groups} does not divide num_attention_heads {heads}")
@@ -170,9 +168,7 @@ def _speculative_failures(config: dict[str, Any], export: Path) -> Iterator[Fail
         yield _export("speculative_config.num_speculative_tokens", message)
 
 
-def _provenance_failures(
-    config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target
-) -> Iterator[Failure]:
+def _provenance_failures(config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Iterator[Failure]:
     ours = _provenance(config)
     initial, dtype = ours.get("initial_digest"), DTYPES.get(str(config.get("dtype")))
     if not isinstance(initial, str):
@@ -201,9 +197,7 @@ def _tensor_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> I
         yield _export(name, "vLLM's model has no such tensor under this config")
     for name in sorted(shapes.keys() & tensors.keys()):
         if tuple(tensors[name].shape) != shapes[name]:
-            yield _export(
-                name, f"has shape {list(tensors[name].shape)}, the config says {list(shapes[name])}"
-            )
+            yield _export(name, f"has shape {list(tensors[name].shape)}, the config says {list(shapes[name])}")
 
 
 def _value_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Failure]:
@@ -229,9 +223,7 @@ def _map_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iter
         return
     if size == full:
         for name in tensors.keys() & {"d2t", "t2d"}:
-            yield _export(
-                name, "must be left out: the head drafts the whole vocabulary, vLLM has no map then"
-            )
+            yield _export(name, "must be left out: the head drafts the whole vocabulary, vLLM has no map then")
         return
     if "d2t" not in tensors:
         yield _export("d2t", f"missing, though draft_vocab_size {size} is below vocab_size {full}")
@@ -254,9 +246,7 @@ def _embedding_failures(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> 
     if exported is None or exported.shape != embedding_VD.shape:
         return
     if not torch.equal(_bits(exported), _bits(embedding_VD.to(exported.dtype))):
-        yield _export(
-            "embed_tokens.weight", "differs from the target's embeddings, of which it must be a copy"
-        )
+        yield _export("embed_tokens.weight", "differs from the target's embeddings, of which it must be a copy")
 
 
 # ---- RopeGate --------------------------------------------------------------------------------------------

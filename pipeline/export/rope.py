@@ -133,10 +133,7 @@ def _yarn_steps(plain: list[float], rope: dict[str, Any], dim: int) -> list[floa
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     stretched = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(len(plain))]
-    return [
-        step / rope["factor"] * share + step * (1 - share)
-        for step, share in zip(plain, stretched, strict=True)
-    ]
+    return [step / rope["factor"] * share + step * (1 - share) for step, share in zip(plain, stretched, strict=True)]
 
 
 def _one_layer_type(rope: dict[str, Any]) -> dict[str, Any]:

@@ -174,9 +174,7 @@ def state_digest(state: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     return total.hexdigest()[:16]
 
 
-def _config(
-    raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptions, dtype: str
-) -> dict[str, Any]:
+def _config(raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptions, dtype: str) -> dict[str, Any]:
     text = text_config(raw)
     ids = list(options.aux_layer_ids)
     try:

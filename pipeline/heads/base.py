@@ -24,24 +24,30 @@ class HeadBatch:
     """True where the token is one that the target generates."""
     documents: list[tuple[int, int]]
     """(start, length) of each document, in order, covering 0..T."""
+    opening: int = 0
+    """Tokens that every document begins with alike (a default system prompt): nothing is learned from them."""
 
-    def step_masks(self, depth: int) -> Tensor:
+    def step_masks(self, depth: int, *, with_context: bool = False) -> Tensor:
         """Slots whose draft is supervised at each step: [depth, T] bool.
 
         Follows the PREDICTED token: slot i at step j predicts x[i+2+j], so the slot of the last prompt token, where
         serving starts its first round, is among them. All tokens predicted before on this chain must be supervised too.
+
+        Args:
+            with_context: Take context tokens behind the common opening for supervised as well.
         """
-        ahead = torch.stack([self.supervised_ahead(2 + step) for step in range(depth)])
+        wanted_T = self.supervised_T
+        if with_context:
+            wanted_T = wanted_T | (self.position_T >= self.opening)
+        ahead = torch.stack([self._look_ahead(wanted_T, 2 + step) for step in range(depth)])
         return ahead.long().cumprod(0).bool()
 
-    def supervised_ahead(self, distance: int) -> Tensor:
-        """[T] bool: is the token `distance` further on supervised and of the same document?"""
-        ahead_T = torch.zeros_like(self.supervised_T)
+    def _look_ahead(self, flag_T: Tensor, distance: int) -> Tensor:
+        """[T] bool: does the flag hold for the token `distance` further on in the same document?"""
+        ahead_T = torch.zeros_like(flag_T)
         for start, length in self.documents:
             if length > distance:
-                ahead_T[start : start + length - distance] = self.supervised_T[
-                    start + distance : start + length
-                ]
+                ahead_T[start : start + length - distance] = flag_T[start + distance : start + length]
         return ahead_T
 
 
@@ -73,9 +79,7 @@ class FrozenTarget(nn.Module):
     lm_head_UD: Tensor
     target_ids_U: Tensor
 
-    def __init__(
-        self, embedding_VD: Tensor, norm_D: Tensor, lm_head_VD: Tensor, target_ids_U: Tensor, eps: float
-    ):
+    def __init__(self, embedding_VD: Tensor, norm_D: Tensor, lm_head_VD: Tensor, target_ids_U: Tensor, eps: float):
         """Keep the lm_head's rows of the draft vocabulary only; `target_ids_U` says which."""
         super().__init__()
         self.eps = eps

@@ -36,9 +36,7 @@ class Eagle3Drafter:
                 if step + 1 < k:
                     position_B = position_B + 1
                     embedded = self._embed(token_B[:, None])
-                    out, state = decode_step(
-                        self.head, self.cache, embedded, state_BD[:, None], position_B[:, None]
-                    )
+                    out, state = decode_step(self.head, self.cache, embedded, state_BD[:, None], position_B[:, None])
                     out_BD, state_BD = out[:, 0], state[:, 0]
         return torch.stack(tokens, 1)
 
