@@ -1,0 +1,368 @@
+"""Training: resumed == uninterrupted, accumulated == one batch, many ranks == one, and failures are failures.
+
+The loop runs in this process on the stored states of the tiny run, except where ranks are started.
+"""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from drafthead.data.batches import load_pack, plan_epoch, plan_steps, supervised_slots
+from drafthead.data.errors import InputError
+from drafthead.data.files import read_json, read_jsonl, write_json
+from drafthead.pipeline import train as training
+from drafthead.pipeline.heads.base import HeadBatch
+from drafthead.pipeline.heads.build import build_head
+from drafthead.pipeline.launch import make_accelerator
+from drafthead.pipeline.optim import learning_rate
+from drafthead.pipeline.recipe import TrainConfig
+from drafthead.pipeline.run_dir import Run
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytestmark = pytest.mark.slow
+MakeRun = Any
+C17 = (
+    "train.tokens=6k",
+    "train.batch_tokens=256",
+    "train.accumulation=2",
+    "train.depth=2",
+    "train.evaluate_every=3",
+    "train.checkpoint_every=4",
+    "train.log_every=1",
+)
+
+
+class Killed(BaseException):
+    """Stands for a kill at a place that a test chooses."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps its settings in class variables; each loop of a process needs new ones."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def run_with(make_run: MakeRun, tiny_run: Run) -> Any:
+    """Make a run whose states are those of the tiny run, ready to train."""
+
+    def make(name: str, *overrides: str) -> Run:
+        run: Run = make_run(name, *overrides)
+        for stage in ("prompts", "respond", "encode", "draft-vocab", "capture"):
+            assert not run.run_stage(stage), f"{stage} should come from the cache"
+        return run
+
+    return make
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return load_file(run.path / "train" / "head.safetensors")
+
+
+def log(run: Run, name: str) -> list[Any]:
+    rows = read_jsonl(run.path / "train" / "log.jsonl")
+    return [(row["step"], row[name]) for row in rows if name in row]
+
+
+@dataclass
+class Spy:
+    """Which tokens each forward pass saw, and in which mode the head was."""
+
+    trained: list[tuple[int, ...]] = field(default_factory=list)
+    evaluated: int = 0
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = training.run_head
+
+        def run_head(accelerator: Any, model: Any, pack: Any, *rest: Any) -> Any:
+            if torch.is_grad_enabled():
+                assert model.training, "the head is not in train mode"
+                self.trained.append(tuple(pack.tokens_T.tolist()))
+            else:
+                assert not model.training
+                self.evaluated += 1
+            return real(accelerator, model, pack, *rest)
+
+        monkeypatch.setattr(training, "run_head", run_head)
+
+
+# ---- C17: a killed training goes on as if nothing had happened
+
+
+def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy()
+    spy.watch(monkeypatch)
+    straight, killed = run_with("straight", *C17), run_with("killed", *C17)
+    training.work(straight)
+    in_order = list(spy.trained)
+    num_steps = len(in_order) // 2
+    assert num_steps > 10
+    assert spy.evaluated > 0, "the head was evaluated in between"
+    spy.trained.clear()
+
+    save = training.save_checkpoint
+
+    def save_and_die(accelerator: Any, folder: Path, step: int, *rest: Any) -> None:
+        save(accelerator, folder, step, *rest)
+        if step == 8:
+            raise Killed
+
+    monkeypatch.setattr(training, "save_checkpoint", save_and_die)
+    with pytest.raises(Killed):
+        training.work(killed)
+    assert len(spy.trained) == 16
+    # log lines and folders of work that is lost must not stay
+    with open(killed.path / "train" / "log.jsonl", "a") as file:
+        file.write(json.dumps({"step": 9, "learning_rate": 77.0}) + '\n{"step": 1')
+    checkpoints = killed.path / "train" / "checkpoints"
+    (checkpoints / "step-00000012").mkdir()
+    (checkpoints / "step-00000012" / "model.safetensors").write_bytes(b"half")
+    shutil.copytree(checkpoints / "step-00000008", checkpoints / ".step-00000012.part")
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    training.work(killed)
+
+    assert spy.trained == in_order, "a sample was repeated or skipped"
+    assert log(killed, "learning_rate") == log(straight, "learning_rate")
+    assert [step for step, _ in log(straight, "learning_rate")] == list(range(1, num_steps + 1))
+    assert log(killed, "walk_accept_length") == log(straight, "walk_accept_length")
+    assert log(killed, "loss") == log(straight, "loss")
+    expected = weights(straight)
+    for name, tensor in weights(killed).items():
+        assert torch.equal(tensor, expected[name]), name
+    for name in ("report.json", "head.json"):
+        assert read_json(killed.path / "train" / name) == read_json(straight.path / "train" / name)
+    kept = sorted(path.name for path in (straight.path / "train" / "checkpoints").iterdir())
+    assert len(kept) == straight.recipe.train.keep_checkpoints
+
+
+def test_an_epoch_sees_every_row_once() -> None:
+    lengths = [5, 30, 7, 7, 12, 40, 3]
+    for epoch in range(3):
+        packs = plan_epoch(lengths, 32, seed=1, epoch=epoch)
+        assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    steps = plan_steps(lengths, 32, 1, packs_per_step=2, tokens=400)
+    dealt = [row for step in steps for pack in step for row in pack]
+    assert sorted(dealt[: len(lengths)]) == list(range(len(lengths)))
+    assert plan_epoch(lengths, 32, 1, 0) != plan_epoch(lengths, 32, 1, 1)
+
+
+def test_two_ranks_take_the_packs_of_two_accumulated_ones() -> None:
+    lengths = [10] * 12
+    one_rank = plan_steps(lengths, 20, 0, packs_per_step=1 * 2, tokens=200)
+    two_ranks = plan_steps(lengths, 20, 0, packs_per_step=2 * 1, tokens=200)
+    assert one_rank == two_ranks
+    assert [pack for step in two_ranks for rank in range(2) for pack in step[rank::2]] == [
+        pack for step in one_rank for pack in step
+    ]
+
+
+def test_a_checkpoint_of_another_world_size_is_one_line(
+    run_with: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with("r", *C17)
+    save = training.save_checkpoint
+
+    def save_and_die(*arguments: Any) -> None:
+        save(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(training, "save_checkpoint", save_and_die)
+    with pytest.raises(Killed):
+        training.work(run)
+    path = run.path / "train" / "checkpoints" / "step-00000004" / "state.json"
+    write_json(path, {**read_json(path), "world_size": 3})
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run.run_stage("train")
+    assert caught.value.code == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("drafthead:")]
+    assert "written by 3 processes, this run has 1" in line
+    assert not (run.path / "train" / "manifest.json").exists()
+
+
+# ---- one step
+
+
+@pytest.mark.parametrize("context_weight", [0.0, 0.3])
+def test_accumulation_equals_one_batch_of_the_same_rows(context_weight: float, run_with: Any) -> None:
+    run = run_with("r", *C17, f"train.context_weight={context_weight}")
+    inputs = training.Inputs.open(run)
+    pieces = [inputs.rows[:3], inputs.rows[3:5]]
+    total = sum(supervised_slots(row) for piece in pieces for row in piece)
+    found = []
+    for packs in (pieces, [[row for piece in pieces for row in piece]]):
+        settings = run.recipe.train.model_copy(update={"accumulation": len(packs), "max_grad_norm": 1e9})
+        accelerator = make_accelerator("single", precision="fp32", accumulation=len(packs), max_grad_norm=1e9)
+        head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
+        before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        model, optimizer = accelerator.prepare(head, torch.optim.SGD(head.parameters(), lr=1.0))
+        tally = training.Tally()
+        loaded = iter([load_pack(pack, inputs.store) for pack in packs])
+        norm = training._take_step(accelerator, model, optimizer, loaded, inputs, total, settings, tally)
+        gradients = {name: before[name] - tensor for name, tensor in head.state_dict().items()}
+        found.append((tally.metrics()["loss"], norm, gradients))
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    (loss, norm, gradients), (loss_one, norm_one, gradients_one) = found
+    assert loss == pytest.approx(loss_one, rel=1e-5)
+    assert norm == pytest.approx(norm_one, rel=1e-5)
+    assert norm > 0
+    for name, gradient in gradients_one.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5)
+
+
+def test_every_batch_has_a_supervised_slot(run_with: Any) -> None:
+    """So that no rank ever stands outside the reduction; even an answer of one token gives a slot."""
+    run = run_with("r", *C17)
+    inputs = training.Inputs.open(run)
+    assert all(supervised_slots(row) >= 1 for row in [*inputs.rows, *inputs.heldout_rows])
+    shortest = replace(inputs.rows[0], input_ids=inputs.rows[0].input_ids[: inputs.rows[0].context_length + 1])
+    assert supervised_slots(shortest) == 1
+    pack = load_pack([inputs.rows[0]], inputs.store)
+    length = len(shortest.input_ids)
+    batch = HeadBatch(
+        tokens_T=pack.tokens_T[:length],
+        aux_TAD=pack.aux_TAD[:length],
+        last_TD=pack.last_TD[:length],
+        position_T=pack.position_T[:length],
+        supervised_T=pack.supervised_T[:length],
+        documents=[(0, length)],
+    )
+    head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
+    output = head(batch, inputs.frozen, depth=3, loss="soft_ce", step_weight=0.8)
+    output.loss.backward()
+    assert output.rows_K.tolist() == [1, 0, 0]
+    assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("total", [10, 100, 1000])
+@pytest.mark.parametrize("warmup", [0.0, 0.015, 0.2])
+def test_the_learning_rate_peaks_after_warm_up_and_ends_at_zero(total: int, warmup: float) -> None:
+    settings = TrainConfig(tokens=1, learning_rate=0.5, warmup_ratio=warmup)
+    rates = [learning_rate(step, total, settings) for step in range(total + 1)]
+    peak = max(1, round(warmup * total))
+    assert rates[peak - 1] == max(rates) == 0.5
+    assert all(a < b for a, b in itertools.pairwise(rates[:peak]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[peak - 1 :]))
+    assert rates[total] == pytest.approx(0, abs=1e-12)
+    assert rates[total - 1] < 0.02 or total == 10
+
+
+# ---- what is written
+
+
+def test_metrics_are_shares_and_the_loss_falls(tiny_run: Run) -> None:
+    rows = read_jsonl(tiny_run.path / "train" / "log.jsonl")
+    shares = [
+        value
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(("slot_survival_", "walk_position_")) and value is not None
+    ]
+    assert len(shares) > 5
+    assert all(0 <= value <= 1 for value in shares)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0]
+    lengths = [row["walk_accept_length"] for row in rows if "walk_accept_length" in row]
+    assert all(1 <= length <= 1 + tiny_run.recipe.eval.k for length in lengths)
+    assert read_json(tiny_run.path / "train" / "report.json")["tokens"] >= tiny_run.recipe.train.tokens
+
+
+def test_tracking_files_are_written_offline(tiny_run: Run) -> None:
+    files = list((tiny_run.path / "wandb").glob("offline-run-*/*.wandb"))
+    assert files
+    assert all(path.stat().st_size > 0 for path in files)
+
+
+# ---- ranks
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    """Filled by the first test that needs it: loss and weights of one process with accumulation 2."""
+    return {}
+
+
+FEW = ("train.tokens=3k", "train.batch_tokens=384", "train.depth=2", "train.log_every=1", "train.evaluate_every=2")
+
+
+@pytest.mark.parametrize("launch", ["ddp", "zero2", "zero3"])
+def test_two_ranks_train_the_head_of_one(launch: str, run_with: Any, one_rank: dict[str, Any]) -> None:
+    if not one_rank:
+        alone = run_with("alone", *FEW, "train.accumulation=2")
+        training.work(alone)
+        one_rank.update(weights=weights(alone), rates=log(alone, "learning_rate"), walk=log(alone, "walk_position_1"))
+        one_rank["norms"] = log(alone, "grad_norm")
+    run = run_with(launch, *FEW, f"run.launch={launch}")
+    assert run.run_stage("train")
+    assert log(run, "learning_rate") == one_rank["rates"]
+    assert len(one_rank["rates"]) > 2
+    assert [norm for _, norm in log(run, "grad_norm")] == pytest.approx([n for _, n in one_rank["norms"]], rel=1e-4)
+    torch.testing.assert_close(weights(run), one_rank["weights"], rtol=0, atol=1e-4)
+    for row in read_jsonl(run.path / "train" / "log.jsonl"):
+        assert all(0 <= row[name] <= 1 for name in row if name.startswith("slot_survival"))
+    assert log(run, "walk_position_1") == one_rank["walk"], "held-out rows count once, whatever the ranks"
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("raise SystemExit(1)", "1"), ("import os; os.kill(os.getpid(), 9)", "-9")],
+    ids=["exception", "killed-for-memory"],
+)
+def test_a_failed_worker_fails_the_stage(
+    program: str, code: str, run_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with("r")
+    monkeypatch.setattr(training, "launch_command", lambda *_: ([sys.executable, "-c", program], {}))
+    with pytest.raises(InputError, match=f"training stopped with exit code {code};"):
+        run.run_stage("train")
+    assert not (run.path / "train" / "manifest.json").exists()
+    with pytest.raises(InputError, match="stage train has not finished"):
+        run.run_stage("eval")
+
+
+def test_a_worker_does_not_outlive_its_stage(tmp_path: Path) -> None:
+    """Or a killed stage that is run again would train beside its own orphan."""
+    program = f"""
+import os, subprocess, sys, time
+from drafthead.pipeline.train import end_with_parent
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+with open({str(tmp_path / "pid")!r}, "w") as out:
+    subprocess.Popen([sys.executable, "-c", child], preexec_fn=end_with_parent, stdout=out)
+    while not os.path.getsize({str(tmp_path / "pid")!r}):
+        time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    worker = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and _state(worker) != "Z" and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{worker}").exists() or _state(worker) == "Z"
+
+
+def _state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
