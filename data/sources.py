@@ -39,10 +39,15 @@ def read_source(source: str, *, heldout: bool, split: str) -> tuple[list[Convers
     """
     if source == "builtin" or source.startswith("builtin:"):
         return _read_builtin(source, "heldout" if heldout else "train")
-    path = Path(source).expanduser()
-    if path.exists() or source.startswith(("/", ".", "~")) or source.endswith((".jsonl", ".json")):
-        return read_conversations(path, source)
+    if looks_like_file(source):
+        return read_conversations(Path(source).expanduser(), source)
     return _read_hub(source, split)
+
+
+def looks_like_file(source: str) -> bool:
+    """Whether a source names a file, present or not, rather than a Hugging Face data set."""
+    named = source.startswith(("/", ".", "~")) or source.endswith((".jsonl", ".json"))
+    return named or Path(source).expanduser().exists()
 
 
 def _read_builtin(source: str, half: str) -> tuple[list[Conversation], list[Dropped]]:

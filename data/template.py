@@ -7,7 +7,6 @@ render of the messages up to and with the turn has after that prompt. Some templ
 the message itself decides, and a turn that stays in doubt is refused with a reason.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import jinja2
 from drafthead.data.conversations import Message
 from drafthead.data.errors import InputError
+from drafthead.data.files import read_json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 THINK, END_THINK = "<think>", "</think>"
@@ -142,7 +142,7 @@ def read_end_of_turn_ids(target: Path) -> set[int]:
         path = target / name
         if not path.is_file():
             continue
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         for value in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
             found.update([value] if isinstance(value, int) else value or [])
     return found

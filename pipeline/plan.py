@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafthead.data.errors import InputError
 from drafthead.data.shards import StoreInfo
-from drafthead.data.sources import PROMPTS, SELF_WRITTEN
+from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
+from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
 from drafthead.pipeline.recipe import Recipe, SourceConfig
 from drafthead.pipeline.run_dir import Run, cache_dir
 from drafthead.pipeline.stages import STAGES
@@ -79,7 +81,11 @@ def count_source(source: SourceConfig) -> tuple[int, bool]:
     elif source.source == "builtin":
         files = (file for file in (PROMPTS / "train").glob("*.jsonl") if file.name != SELF_WRITTEN)
         count, exact = sum(count_lines(file) for file in files), True
-    elif path.is_file():
+    elif source.source == SELF:
+        count, exact = DEFAULT_SELF_PROMPTS, True
+    elif looks_like_file(source.source):
+        if not path.is_file():
+            raise InputError(f"prompts.sources: {source.source}: no such file")
         count, exact = count_lines(path), True
     else:
         count, exact = UNKNOWN_SOURCE_PROMPTS, False

@@ -23,12 +23,17 @@ def _count(value: object) -> object:
         scale = SUFFIXES.get(text[-1:], 1)
         try:
             return int(float(text[:-1] if scale > 1 else text) * scale)
-        except ValueError:
+        except (ValueError, OverflowError):
             return value
     return value
 
 
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+
+
+def _off(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
@@ -80,7 +85,7 @@ class PromptsConfig(Section):
 
 
 class RespondConfig(Section):
-    engine: Literal["vllm", "transformers", "off"] = "vllm"
+    engine: Annotated[Literal["vllm", "transformers", "off"], BeforeValidator(_off)] = "vllm"
     """`off` takes the answers that the conversations already hold."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     temperature: float = Field(default=0.0, ge=0)

@@ -70,10 +70,10 @@ def _serve(
     settings = run.recipe.serve_check
     speculative = None
     if k is not None:
-        speculative = {
-            **read_json(run.input("export") / "speculative_config.json"),
-            "num_speculative_tokens": k,
-        }
+        export = run.input("export")
+        written = read_json(export / "speculative_config.json")
+        # the run may have been moved since the export wrote its absolute path
+        speculative = {**written, "model": str(export.resolve()), "num_speculative_tokens": k}
     config = EngineConfig(
         model=str(run.target.path),
         dtype=settings.dtype,

@@ -22,7 +22,12 @@ def _respond_settings(recipe: Recipe) -> dict[str, Any]:
 
 def _prompts_settings(recipe: Recipe) -> dict[str, Any]:
     uses_self = any(source.source == "self" for source in recipe.prompts.sources)
-    writer = {"respond": recipe.respond.model_dump(include={"engine", "dtype"})} if uses_self else {}
+    writer: dict[str, Any] = {}
+    if uses_self:
+        writer = {
+            "respond": recipe.respond.model_dump(include={"engine", "dtype"}),
+            "template_kwargs": recipe.encode.template_kwargs,
+        }
     return {**recipe.prompts.model_dump(), "seed": recipe.run.seed, **writer}
 
 

@@ -107,13 +107,7 @@ def test_a_target_without_config(drafthead: CommandLine, tmp_path: Path) -> None
     assert_one_line(drafthead("run", path), 2, "no config.json in that folder")
 
 
-TORN_GENERATION_CONFIG = pytest.param(
-    "generation_config.json",
-    marks=pytest.mark.xfail(strict=True, reason="data/template.py reads it without a check"),
-)
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", TORN_GENERATION_CONFIG])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
 def test_a_target_with_a_broken_file(file: str, drafthead: CommandLine, tiny_target: Path, tmp_path: Path) -> None:
     target = copied_target(tiny_target, tmp_path)
     (target / file).write_text('{"torn": ')

@@ -45,9 +45,7 @@ def test_ids_and_domains():
 
 
 def test_null_content_is_empty_and_reasoning_is_kept():
-    message = parse(
-        {"messages": [USER, {"role": "assistant", "content": None, "reasoning_content": "r"}]}
-    ).messages[1]
+    message = parse({"messages": [USER, {"role": "assistant", "content": None, "reasoning_content": "r"}]}).messages[1]
     assert message == {"role": "assistant", "content": "", "reasoning_content": "r"}
     assert parse({"messages": [{"role": "assistant", "content": "a", "reasoning": "r"}]}).messages[0] == {
         "role": "assistant",

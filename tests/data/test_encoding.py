@@ -95,15 +95,11 @@ def test_a_prefilled_think_tag_is_context():
     assert context(rows[0]).endswith("assistant\n<think>\n")
 
 
-@pytest.mark.parametrize(
-    "text", ["reason\n</think>\n\nanswer", "reason</think>answer", "\n</think>\n\nanswer"]
-)
+@pytest.mark.parametrize("text", ["reason\n</think>\n\nanswer", "reason</think>answer", "\n</think>\n\nanswer"])
 def test_an_answer_with_only_the_closing_tag_round_trips(text):
     rows, reasons = encode(make_template(B), [user("why"), answer(text)])
     assert reasons == []
-    assert rows[0].input_ids == served_ids(B, [user("why")]) + TOKENIZER.encode(text) + [
-        TOKENIZER.eos_token_id
-    ]
+    assert rows[0].input_ids == served_ids(B, [user("why")]) + TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
 
 
 def test_thinking_off_makes_the_empty_block_context():
@@ -201,9 +197,7 @@ def test_call_tokens_are_supervised_and_results_are_context():
 
 
 def test_absent_tools_render_no_schema():
-    texts = [
-        context(encode(make_template(A), TOOL_TURNS, tools=tools)[0][0]) for tools in (None, [], "[]", "")
-    ]
+    texts = [context(encode(make_template(A), TOOL_TURNS, tools=tools)[0][0]) for tools in (None, [], "[]", "")]
     assert set(texts) == {f"<|im_start|>user\nweather?{END}\n<|im_start|>assistant\n"}
 
 
@@ -246,9 +240,7 @@ def test_bad_rows_are_counted_with_reasons(tmp_path):
 
 
 def test_kept_rows_are_supervised_and_their_loss_is_finite(tmp_path):
-    shown = inspect_conversations(
-        make_template(C), write_jsonl(tmp_path / "b.jsonl", BAD_BATCH), max_length=64
-    )
+    shown = inspect_conversations(make_template(C), write_jsonl(tmp_path / "b.jsonl", BAD_BATCH), max_length=64)
     for row in shown["rows"]:
         assert set(row) == {"source", "turn", "input_ids", "loss_mask", "supervised_text"}
         assert len(row["input_ids"]) == len(row["loss_mask"]) <= 64
@@ -350,9 +342,7 @@ FIELDS = {"id": "a", "source": "s", "domain": "d", "turn": 0}
 def test_engine_ids_are_kept_as_they_are():
     split = [TOKENIZER.encode(letter)[0] for letter in "the"]
     assert split != TOKENIZER.encode("the")
-    row = encode_answer(
-        **FIELDS, context_ids=[1, 2, 3], completion_ids=split, finish_reason="stop", max_length=9
-    )
+    row = encode_answer(**FIELDS, context_ids=[1, 2, 3], completion_ids=split, finish_reason="stop", max_length=9)
     assert isinstance(row, Row)
     assert (row.input_ids, row.context_length, row.clipped) == ([1, 2, 3, *split], 3, False)
 
@@ -429,9 +419,7 @@ def test_gate_refuses(row, served, problem):
 def test_report_adds_up():
     report = EncodeReport()
     report.add([make_row([1, 2, 3], 1)], ["empty answer"])
-    report.add(
-        [Row(**FIELDS, input_ids=[1, 2, 3], context_length=1, clipped=True)], ["empty answer", "other"]
-    )
+    report.add([Row(**FIELDS, input_ids=[1, 2, 3], context_length=1, clipped=True)], ["empty answer", "other"])
     assert report.as_json() == {
         "kept": 2,
         "clipped": 1,

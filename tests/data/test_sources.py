@@ -152,9 +152,7 @@ def test_the_order_is_shuffled_and_follows_from_the_seed():
 def test_duplicates_are_removed_and_ids_made_distinct():
     twin = make("a", 3)
     same_ids = [
-        Conversation(
-            id="a-0", source="c", domain="all", messages=[{"role": "user", "content": "new"}], tools=None
-        )
+        Conversation(id="a-0", source="c", domain="all", messages=[{"role": "user", "content": "new"}], tools=None)
     ]
     mixture = mix([(make("a", 3), None, None), (twin, None, None), (same_ids, None, None)], None, seed=0)
     assert (mixture.taken, mixture.duplicates) == ([3, 0, 1], 3)

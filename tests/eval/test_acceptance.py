@@ -68,9 +68,7 @@ def test_a_conditional_rate_without_cases_is_none() -> None:
     assert summarize([request_of([1, 0])], k=3)["conditional"] == [0.5, 0.0, None]
 
 
-@pytest.mark.parametrize(
-    ("accepted", "k"), [([4], 3), ([-1], 3), ([0], 0)], ids=["above k", "negative", "k 0"]
-)
+@pytest.mark.parametrize(("accepted", "k"), [([4], 3), ([-1], 3), ([0], 0)], ids=["above k", "negative", "k 0"])
 def test_impossible_rounds_are_refused(accepted: list[int], k: int) -> None:
     with pytest.raises(InputError, match="k="):
         summarize([request_of(accepted)], k)

@@ -155,9 +155,7 @@ def test_transformers_reads_the_config(export: Path) -> None:
     assert config.eagle_aux_hidden_state_layer_ids == [1, 2, 4]
 
 
-def test_tensors_are_those_given_and_the_embeddings_those_of_the_target(
-    export: Path, tiny_target: Path
-) -> None:
+def test_tensors_are_those_given_and_the_embeddings_those_of_the_target(export: Path, tiny_target: Path) -> None:
     tensors = load_file(export / "model.safetensors")
     for name, tensor in head_state().items():
         assert torch.equal(tensors[name], tensor.to(torch.bfloat16))
@@ -386,9 +384,7 @@ def test_a_missing_speculative_config_is_a_fault(export: Path, tiny_target: Path
     assert report.serve_command == ""
 
 
-@pytest.mark.parametrize(
-    "which", ["no export", "no target", "export without tensors", "torn tensors", "swapped"]
-)
+@pytest.mark.parametrize("which", ["no export", "no target", "export without tensors", "torn tensors", "swapped"])
 def test_a_wrong_folder_is_one_line(export: Path, tiny_target: Path, which: str) -> None:
     if which == "export without tensors":
         (export / "model.safetensors").unlink()
@@ -492,9 +488,7 @@ def test_a_dropped_scaling_is_refused(tmp_path: Path, tiny_target: Path, kind: s
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "sideways"])
 def test_an_unknown_rope_type_is_refused_at_export(tmp_path: Path, tiny_target: Path, kind: str) -> None:
-    target = rope_target(
-        tmp_path / "target", tiny_target, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    )
+    target = rope_target(tmp_path / "target", tiny_target, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(GateError, match=f"RopeGate.*{kind}"):
         make_export(tmp_path / "export", target, inv_freq=[1.0])
     assert not (tmp_path / "export").exists()

@@ -80,12 +80,10 @@ def test_a_bad_value_names_the_field(override: str, named: str, small: str) -> N
     assert named in complaint(small, override)
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="_count lets OverflowError through")
 def test_an_infinite_count_names_the_field(small: str) -> None:
     assert "train.tokens='inf'" in complaint(small, "train.tokens=inf")
 
 
-@pytest.mark.xfail(strict=True, raises=InputError, reason="YAML reads a bare `off` as false")
 def test_engine_off_needs_no_quotes(small: str) -> None:
     assert load_recipe(small, ["respond.engine=off"]).respond.engine == "off"
 
