@@ -203,17 +203,20 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     settings = run.recipe.eval if arguments.stage == "eval" else run.recipe.serve_check
     new_tokens = arguments.max_new_tokens or settings.max_new_tokens
     limit = arguments.limit or (None if arguments.prompts else settings.limit)
-    prompts = load_prompts(run, arguments.prompts, limit)
+    chosen = load_prompts(run, arguments.prompts, limit, new_tokens)
+    if chosen.left_out:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in chosen.left_out.items())
+        print(f"{sum(chosen.left_out.values())} prompts left out: {reasons}", file=sys.stderr)
     with _output_of_stages_to_stderr():
         if arguments.stage == "eval":
             temperature = settings.temperature if arguments.temperature is None else arguments.temperature
             options = EvalOptions(
                 k=arguments.k or settings.k, temperature=temperature, max_new_tokens=new_tokens, limit=limit
             )
-            report = evaluate_prompts(run, prompts, options)
+            report = evaluate_prompts(run, chosen, options)
         else:
             depths = [arguments.k] if arguments.k else settings.k
-            report = check_prompts(run, prompts, depths, new_tokens)
+            report = check_prompts(run, chosen, depths, new_tokens)
     _print(arguments, report, json.dumps(report, indent=2))
     return 0 if report.get("ok", True) else 1
 

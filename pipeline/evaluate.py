@@ -3,13 +3,14 @@
 drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from drafthead.data.conversations import Conversation, read_conversations
+from drafthead.data.conversations import read_conversations
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import InputError
 from drafthead.data.files import write_json
@@ -24,6 +25,10 @@ from drafthead.pipeline.prompts import spread
 from drafthead.pipeline.respond import read_prompts, turn_contexts
 from drafthead.pipeline.run_dir import Run
 
+MAX_K = 16
+BATCH_TOKENS = 32_768
+"""Prompt tokens of one batch, padding included: bounds the caches."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
@@ -33,7 +38,6 @@ class EvalOptions:
     temperature: float
     max_new_tokens: int
     limit: int | None
-    prompts: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,14 @@ class Prompt:
 
     domain: str
     ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts that can be served, and how many others were left out, by reason."""
+
+    prompts: list[Prompt]
+    left_out: dict[str, int]
 
 
 def evaluate(run: Run) -> dict[str, Any]:
@@ -53,14 +65,15 @@ def evaluate(run: Run) -> dict[str, Any]:
         max_new_tokens=settings.max_new_tokens,
         limit=settings.limit,
     )
-    report = evaluate_prompts(run, load_prompts(run, options.prompts, options.limit), options)
+    report = evaluate_prompts(run, load_prompts(run, None, options.limit, options.max_new_tokens), options)
     write_json(run.folder("eval") / "report.json", report)
     return {name: report[name] for name in ("mean_acceptance_length", "per_position", "identical_to_plain", "drafts")}
 
 
-def evaluate_prompts(run: Run, prompts: list[Prompt], options: EvalOptions) -> dict[str, Any]:
+def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[str, Any]:
     """Generate speculatively and, at temperature 0, plainly; returns the object of `drafthead eval --json`."""
     loop = SpeculativeLoop(run)
+    prompts = chosen.prompts
     drafted = loop.generate(prompts, options, k=options.k)
     report = summarize(
         [
@@ -78,6 +91,7 @@ def evaluate_prompts(run: Run, prompts: list[Prompt], options: EvalOptions) -> d
         **report,
         "identical_to_plain": identical,
         "prompts": len(prompts),
+        "left_out": chosen.left_out,
         "temperature": options.temperature,
         "max_new_tokens": options.max_new_tokens,
         "dtype": run.recipe.eval.dtype,
@@ -85,33 +99,37 @@ def evaluate_prompts(run: Run, prompts: list[Prompt], options: EvalOptions) -> d
     }
 
 
-def load_prompts(run: Run, path: Path | None, limit: int | None) -> list[Prompt]:
+def load_prompts(run: Run, path: Path | None, limit: int | None, max_new_tokens: int) -> PromptSet:
     """First turns as served prompts: of a file, or of the run's held-out set; spread over the domains.
 
     Raises:
-        InputError: No prompt can be rendered.
+        InputError: No prompt can be used.
     """
-    conversations = read_prompts(run, "heldout") if path is None else read_conversations(path, str(path))[0]
+    left_out: Counter[str] = Counter()
+    if path is None:
+        conversations = read_prompts(run, "heldout")
+    else:
+        conversations, dropped = read_conversations(path, str(path))
+        left_out.update(one.reason for one in dropped)
     template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
-    longest = run.recipe.serve_check.max_model_len - run.recipe.eval.max_new_tokens - 16
-    prompts, reasons = [], []
+    # near its length limit vLLM drafts nothing useful, for the whole batch
+    room = run.recipe.serve_check.max_model_len - max_new_tokens - 2 * MAX_K
+    prompts = []
     for one in spread(conversations, limit):
+        turns = turn_contexts(one.messages)
         try:
-            ids = template.render_prompt(_first_turn(one), one.tools)
+            ids = template.render_prompt(turns[0], one.tools) if turns else []
         except TurnError as error:
-            reasons.append(str(error))
+            left_out[str(error)] += 1
             continue
-        if len(ids) > longest:
-            reasons.append(f"longer than {longest} tokens (serve_check.max_model_len)")
+        if not ids or len(ids) > room:
+            left_out[f"longer than {room} tokens (serve_check.max_model_len)" if ids else "no user turn"] += 1
             continue
         prompts.append(Prompt(domain=one.domain, ids=ids))
     if not prompts:
-        raise InputError(f"{path or 'held-out prompts'}: no prompt can be used ({(reasons or ['there are none'])[0]})")
-    return prompts
-
-
-def _first_turn(one: Conversation) -> list[dict[str, Any]]:
-    return turn_contexts(one.messages)[0]
+        reason = next(iter(left_out), "there are none")
+        raise InputError(f"{path or 'held-out prompts'}: no prompt can be used; the first: {reason}")
+    return PromptSet(prompts=prompts, left_out=dict(left_out))
 
 
 class SpeculativeLoop:
@@ -152,6 +170,8 @@ class SpeculativeLoop:
         return [answers[number] for number in range(len(prompts))]
 
     def _batches(self, prompts: list[Prompt]) -> Iterator[list[int]]:
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].ids))
+        while order:
+            size = max(1, min(self.batch_size, BATCH_TOKENS // len(prompts[order[0]].ids)))
+            yield order[:size]
+            order = order[size:]

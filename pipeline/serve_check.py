@@ -16,7 +16,7 @@ from drafthead.data.files import read_json, write_json
 from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import Served, compare, measure
-from drafthead.pipeline.evaluate import EvalOptions, Prompt, SpeculativeLoop, load_prompts
+from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts
 from drafthead.pipeline.export.stage import write_card
 from drafthead.pipeline.heads.base import HeadBatch
 from drafthead.pipeline.progress import progress
@@ -28,19 +28,21 @@ WALK_TOLERANCE = 0.01
 def serve_check(run: Run) -> dict[str, Any]:
     """The stage: held-out prompts at every k of the recipe."""
     settings = run.recipe.serve_check
-    report = check_prompts(run, load_prompts(run, None, settings.limit), settings.k, settings.max_new_tokens)
+    chosen = load_prompts(run, None, settings.limit, settings.max_new_tokens)
+    report = check_prompts(run, chosen, settings.k, settings.max_new_tokens)
     write_json(run.folder("serve-check") / "report.json", report)
     write_card(run, served=report)
     return {name: report[name] for name in ("ok", "identical_to_plain", "speedup_batch_1")}
 
 
-def check_prompts(run: Run, prompts: list[Prompt], depths: list[int], max_new_tokens: int) -> dict[str, Any]:
+def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens: int) -> dict[str, Any]:
     """Serve the prompts plainly and with the head at every k.
 
     Returns:
         The object of `drafthead serve-check --json`; `predicted` and `served` are those of the first k, `by_k` has all.
     """
     settings = run.recipe.serve_check
+    prompts = chosen.prompts
     timed = list(range(len(prompts)))[: settings.timed_prompts]
     plain = _serve(run, prompts, timed, None, max_new_tokens, behind=max(depths))
     loop = SpeculativeLoop(run)
@@ -53,6 +55,7 @@ def check_prompts(run: Run, prompts: list[Prompt], depths: list[int], max_new_to
         "ok": all(one["ok"] for one in by_k.values()),
         "failures": [failure for one in by_k.values() for failure in one["failures"]],
         "prompts": len(prompts),
+        "left_out": chosen.left_out,
         **{name: first[name] for name in ("k", "predicted", "served", "walk", "identical_to_plain")},
         "plain_ms_per_token": plain.median_ms_per_token,
         "speculative_ms_per_token": first["ms_per_token"],
@@ -114,9 +117,12 @@ def _compare(
     walked = summarize(_walk_served(loop, prompts, plain, served, k), k)
     counters = served.counters
     counted = from_counters(
-        counters.num_drafts, counters.num_accepted_tokens_per_pos, num_draft_tokens=counters.num_draft_tokens
+        counters.num_drafts,
+        counters.num_accepted_tokens_per_pos,
+        num_draft_tokens=counters.num_draft_tokens,
+        mean_of_requests=walked["mean_of_requests_acceptance_length"],
     )
-    counted["by_domain"] = walked["by_domain"]  # the counters know no domains; the walk equals them
+    counted["by_domain"] = walked["by_domain"]  # the counters know neither domains nor requests; the walk equals them
     by_loop = compare(predicted, counted, same, len(prompts), settings.tolerance)
     by_walk = compare(walked, counted, same, len(prompts), WALK_TOLERANCE)
     plain_ms, own_ms = plain.median_ms_per_token, served.median_ms_per_token
