@@ -38,7 +38,9 @@ def build_head(config: HeadConfig, target: Target, frozen: FrozenTarget, num_aux
     head = Eagle3(target.config, options)
     if config.init_from_target:
         initialise_from_target(head, target.last_layer(), target.final_norm_D, frozen.lm_head_UD)
-    head.lm_head.weight.requires_grad_(config.train_lm_head)
+    if not config.train_lm_head:
+        # the target's rows as they are stored: no cast, no gradient, no moments
+        head.lm_head.weight = torch.nn.Parameter(frozen.lm_head_UD.clone(), requires_grad=False)
     return head
 
 
