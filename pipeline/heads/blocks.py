@@ -130,6 +130,22 @@ def unroll_attention(
     Returns:
         [R, H * P].
     """
+    if query_RHP.device.type == "cpu":
+        # small bf16 products of ever new shapes cost more to compile than to compute
+        with torch.autocast("cpu", enabled=False):
+            wide = [(keys.float(), values.float()) for keys, values in (base, *own)]
+            mixed = _unroll_attention(query_RHP.float(), wide[0], wide[1:], documents, row_T)
+        return mixed.to(query_RHP.dtype)
+    return _unroll_attention(query_RHP, base, own, documents, row_T)
+
+
+def _unroll_attention(
+    query_RHP: Tensor,
+    base: tuple[Tensor, Tensor],
+    own: Sequence[tuple[Tensor, Tensor]],
+    documents: Sequence[tuple[int, int]],
+    row_T: Tensor,
+) -> Tensor:
     heads, size = query_RHP.shape[1:]
     groups = base[0].shape[1]
     grouped = query_RHP.unflatten(1, (groups, heads // groups)) * size**-0.5

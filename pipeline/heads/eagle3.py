@@ -113,13 +113,14 @@ class Eagle3(nn.Module):
         """
         attention = self.midlayer.self_attn
         embedding_TD = target.embed(batch.tokens_T)
-        fused_TD = self.fuse(batch.aux_TAD.to(self.fc.weight.dtype))
-        x_TI, residual_TD = self.enter(embedding_TD.roll(-1, 0), fused_TD)
-        base = attention.keys_values(x_TI, batch.position_T)
+        slot_T, _ = padded_rows(torch.arange(len(batch.tokens_T), device=batch.tokens_T.device))
+        fused_TD = self.fuse(batch.aux_TAD[slot_T].to(self.fc.weight.dtype))
+        x_TI, residual_TD = self.enter(embedding_TD.roll(-1, 0)[slot_T], fused_TD)
+        base = attention.keys_values(x_TI, batch.position_T[slot_T])
 
         mask_KT = batch.step_masks(depth)
         loss_KT = batch.step_masks(depth, with_context=True) if context_weight else mask_KT
-        row_R = loss_KT[0].nonzero().squeeze(-1)
+        row_R, real_R = padded_rows(loss_KT[0].nonzero().squeeze(-1))
         assert len(row_R), "every document has a supervised slot (MaskGate)"
         target_ids_R, target_RU, lookup_T = self._targets(batch, target, row_R, fused_TD.dtype)
         survived_TK = torch.zeros(len(batch.tokens_T), depth, dtype=torch.bool, device=row_R.device)
@@ -130,9 +131,10 @@ class Eagle3(nn.Module):
         x_RI, residual_RD = x_TI[row_R], residual_TD[row_R]
         for step in range(depth):
             if step:
-                kept = loss_KT[step, row_R]
+                wanted_R = loss_KT[step, row_R] & real_R
                 if only_surviving and alive_R is not None:
-                    kept = kept & alive_R
+                    wanted_R = wanted_R & alive_R
+                kept, real_R = padded_rows(wanted_R.nonzero().squeeze(-1))
                 row_R, state_RD = row_R[kept], state_RD[kept]  # type: ignore[index]
                 own = [(keys[kept], values[kept]) for keys, values in own]
                 x_RI, residual_RD = self.enter(embedding_TD[row_R + 1 + step], state_RD)
@@ -140,15 +142,15 @@ class Eagle3(nn.Module):
             query = attention.queries(x_RI, batch.position_T[row_R] + step)
             mixed = unroll_attention(query, base, own, batch.documents, row_R)
             out, state_RD = self.leave(residual_RD, mixed)
-            wanted = lookup_T[row_R + step]
-            weight_R = torch.where(mask_KT[step, row_R], 1.0, context_weight)
-            step_loss, argmax_R = self.lm_head(out, target_RU[wanted], weight_R, loss)
+            predicted = lookup_T[row_R + step]
+            weight_R = torch.where(mask_KT[step, row_R], 1.0, context_weight) * real_R
+            step_loss, argmax_R = self.lm_head(out, target_RU[predicted], weight_R, loss)
             total = total + step_weight**step * step_loss
             sums.append(step_loss.detach())
-            alive_R = target.target_ids_U[argmax_R] == target_ids_R[wanted]
+            alive_R = target.target_ids_U[argmax_R] == target_ids_R[predicted]
             if step:
                 alive_R = alive_R & survived_TK[row_R, step - 1]
-            survived_TK[row_R, step] = alive_R
+            survived_TK[row_R[real_R], step] = alive_R[real_R]
         return HeadOutput(
             loss=total,
             loss_K=torch.stack(sums),
@@ -169,6 +171,20 @@ class Eagle3(nn.Module):
         lookup_T[row_R] = torch.arange(len(row_R), device=row_R.device)
         with torch.no_grad():
             return batch.tokens_T[row_R + 2], target.probabilities(batch.last_TD[row_R + 1], dtype), lookup_T
+
+
+ROW_MULTIPLE = 32
+"""oneDNN compiles a kernel for every new number of rows; with few different numbers it finds them in its cache."""
+
+
+def padded_rows(index_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the last index up to a multiple of `ROW_MULTIPLE`; also says which are real. No rows stay no rows.
+
+    Measured on two CPU cores: see docs/log.md.
+    """
+    missing = -len(index_R) % ROW_MULTIPLE
+    real_R = torch.arange(len(index_R) + missing, device=index_R.device) < len(index_R)
+    return torch.cat([index_R, index_R[-1:].expand(missing)]), real_R
 
 
 class Eagle3Cache:

@@ -16,6 +16,7 @@ import torch
 from drafthead.kernels.linear_soft_ce.reference import row_losses
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
 from drafthead.pipeline.heads.eagle3 import (
+    EMBEDDING_SHARE,
     Eagle3,
     Eagle3Cache,
     Eagle3Options,
@@ -141,7 +142,9 @@ def unroll(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch, loss: str = "so
     for step, mask_T in enumerate(batch.step_masks(K)):
         slots = mask_T.nonzero().squeeze(-1).tolist()
         if slots:
-            outs.update({(slot, step): out for slot, out in zip(slots, seen[step], strict=True)})
+            outs.update(
+                {(slot, step): out for slot, out in zip(slots, seen[step][: len(slots)], strict=True)}
+            )  # padding follows
     return Unrolled(output=output, outs=outs)
 
 
@@ -567,7 +570,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def test_initialised_head_reads_the_last_captured_state_as_the_targets_last_layer_does(tiny: Target) -> None:
-    """q, k and v equal those of the target's last layer fed with the last captured state, whatever the token is."""
+    """q, k and v are the target's last layer's of the last captured state, plus half of its of the token's embedding."""
     model: Any = tiny.load(torch.float32, "cpu")
     layer = model.model.layers[-1]
     with torch.no_grad():
@@ -587,7 +590,8 @@ def test_initialised_head_reads_the_last_captured_state_as_the_targets_last_laye
             assert torch.equal(residual_TD, aux_TAD[:, -1])
             for name in ("q_proj", "k_proj", "v_proj"):
                 ours = getattr(head.midlayer.self_attn, name)(x_TI)
-                theirs = getattr(layer.self_attn, name)(normed_TD)
+                read = getattr(layer.self_attn, name)
+                theirs = read(normed_TD) + EMBEDDING_SHARE * read(layer.input_layernorm(embedding_TD))
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -603,6 +607,6 @@ def test_initialised_head_computes_the_targets_last_layer_and_logits(tiny: Targe
         entering_BTD = output.hidden_states[tiny.num_layers - 1]
         fused = head.fuse(entering_BTD[0][:, None])[None]
         positions = torch.arange(6)[None]
-        out, _ = decode_step(head, Eagle3Cache(head, 1, 8), torch.ones_like(fused), fused, positions)
+        out, _ = decode_step(head, Eagle3Cache(head, 1, 8), torch.zeros_like(fused), fused, positions)
         logits = head.lm_head(out)
     torch.testing.assert_close(logits, output.logits[..., ids_U], rtol=1e-4, atol=1e-4)
