@@ -242,8 +242,8 @@ EMBEDDING_SHARE = 0.5
 def initialise_from_target(head: Eagle3, last_layer: dict[str, Tensor], norm_D: Tensor, lm_head_UD: Tensor) -> None:
     """Start from the target's last layer, final norm and lm_head rows; fc passes the last aux state through.
 
-    The half of q/k/v that reads the token's embedding starts at half of what reads the state; at zero the head is slower
-    to use the token (docs/log.md).
+    The half of q/k/v that reads the token's embedding starts at half of what reads the state; at zero the head is
+    slower to use the token (docs/log.md).
     """
     size = head.fc.out_features
     layer = head.midlayer

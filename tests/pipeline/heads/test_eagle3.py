@@ -570,7 +570,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def test_initialised_head_reads_the_last_captured_state_as_the_targets_last_layer_does(tiny: Target) -> None:
-    """q, k and v are the target's last layer's of the last captured state, plus half of its of the token's embedding."""
+    """q, k and v: the target's last layer's of the last captured state, and half of its of the token's embedding."""
     model: Any = tiny.load(torch.float32, "cpu")
     layer = model.model.layers[-1]
     with torch.no_grad():
