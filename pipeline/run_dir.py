@@ -120,6 +120,16 @@ class Run:
     def _ingredients(self) -> dict[str, dict[str, Any]]:
         return {}
 
+    def _explain(self, name: str, before: dict[str, Any]) -> str:
+        """What has changed since a stage's output was made, followed up to the stage whose setting it was."""
+        now = self.ingredients(name)
+        for other in self.stages[name].reads:
+            key = before["reads"].get(other)
+            old = cache_dir() / "stages" / f"{other}-{key}" / "ingredients.json"
+            if key != now["reads"][other] and self.stages[other].shared and old.is_file():
+                return f"{other}: {self._explain(other, read_json(old))}"
+        return _difference(before, now)
+
     # ---- running
 
     def is_finished(self, name: str) -> bool:
@@ -128,7 +138,7 @@ class Run:
             return False
         manifest = read_json(folder / MANIFEST)
         if manifest["key"] != self.key(name):
-            difference = _difference(manifest["ingredients"], self.ingredients(name))
+            difference = self._explain(name, manifest["ingredients"])
             raise InputError(
                 f"{folder} was made with other settings ({difference}); choose another run.name=..., "
                 f"or remove that folder to make it again"
@@ -172,7 +182,7 @@ class Run:
         path = self.folder(name) / INGREDIENTS
         if path.is_file() and (before := read_json(path)) != self.ingredients(name):
             raise InputError(
-                f"{path.parent} was begun with other settings ({_difference(before, self.ingredients(name))}); "
+                f"{path.parent} was begun with other settings ({self._explain(name, before)}); "
                 f"choose another run.name=..., or remove that folder to start again"
             )
 

@@ -154,6 +154,12 @@ def test_other_settings_of_the_runs_own_stage_are_named(begun: bool, counting: C
     assert (run.path / "recipe.yaml").read_text() == saved, "the recipe of what is there is kept"
 
 
+def test_a_setting_of_an_earlier_stage_is_named_too(counting: Counting, tmp_path: Path) -> None:
+    run_all(make(counting, tmp_path, "a", "encode.max_length=300"))
+    with pytest.raises(InputError, match="shared: max_length: 300 there, 200 now"):
+        run_all(make(counting, tmp_path, "a", "encode.max_length=200"))
+
+
 def test_a_recipe_edited_by_hand_is_noticed(counting: Counting, tmp_path: Path) -> None:
     run = make(counting, tmp_path, "a", "train.depth=2")
     run_all(run)
