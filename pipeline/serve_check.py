@@ -46,10 +46,14 @@ def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens
     timed = list(range(len(prompts)))[: settings.timed_prompts]
     plain = _serve(run, prompts, timed, None, max_new_tokens, behind=max(depths))
     loop = SpeculativeLoop(run)
+    survived = {
+        str(number): unroll(loop, prompt, plain.results[str(number)].token_ids, max(depths))
+        for number, prompt in enumerate(prompts)
+    }
     by_k = {}
     for k in depths:
         served = _serve(run, prompts, timed, k, max_new_tokens)
-        by_k[str(k)] = _compare(run, loop, prompts, plain, served, k, max_new_tokens)
+        by_k[str(k)] = _compare(run, loop, prompts, plain, served, survived, k, max_new_tokens)
     first = by_k[str(depths[0])]
     return {
         "ok": all(one["ok"] for one in by_k.values()),
@@ -101,6 +105,7 @@ def _compare(
     prompts: list[Prompt],
     plain: Served,
     served: Served,
+    survived: dict[str, torch.Tensor],
     k: int,
     max_new_tokens: int,
 ) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def _compare(
         for prompt, answer in zip(prompts, drafted, strict=True)
     ]
     predicted = summarize(rounds, k)
-    walked = summarize(_walk_served(loop, prompts, plain, served, k), k)
+    walked = summarize(_walk_served(prompts, plain, served, survived, k), k)
     counters = served.counters
     counted = from_counters(
         counters.num_drafts,
@@ -140,34 +145,33 @@ def _compare(
 
 
 def _walk_served(
-    loop: SpeculativeLoop, prompts: list[Prompt], plain: Served, served: Served, k: int
+    prompts: list[Prompt], plain: Served, served: Served, survived: dict[str, torch.Tensor], k: int
 ) -> list[RequestRounds]:
-    """Walk the texts that vLLM wrote, with the target's states of these very texts."""
+    """Walk the texts that vLLM wrote, as far as they equal the plain ones, whose states are known."""
     found = []
     for number, prompt in enumerate(prompts):
-        answer = served.results[str(number)].token_ids
-        known = plain.results[str(number)].token_ids
-        if len(answer) < 2 or known[: len(answer)] != answer:
-            known = answer
-        row = Row(
-            id=str(number),
-            source="served",
-            domain=prompt.domain,
-            turn=0,
-            input_ids=prompt.ids + known,
-            context_length=len(prompt.ids),
-            clipped=False,
-        )
-        last = len(prompt.ids) + len(answer) - 1
-        survived = unroll(loop, row, k)
-        accepted = walk(survived, first=row.context_length - 1, last=last, text_last=len(row.input_ids) - 1)
+        answer, known = served.results[str(number)].token_ids, plain.results[str(number)].token_ids
+        first, last = len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1
+        accepted = []
+        if known[: len(answer)] == answer and len(known) >= 2:
+            hits = survived[str(number)][:, :k]
+            accepted = walk(hits, first=first, last=last, text_last=len(prompt.ids) + len(known) - 1)
         found.append(RequestRounds(domain=prompt.domain, accepted=accepted, num_tokens=len(answer) - 1))
     return found
 
 
-def unroll(loop: SpeculativeLoop, row: Row, k: int) -> torch.Tensor:
-    """Survival flags [T, k] of the drafts from every slot of a row."""
-    if len(row.input_ids) < row.context_length + 2:
+def unroll(loop: SpeculativeLoop, prompt: Prompt, answer: list[int], k: int) -> torch.Tensor:
+    """Survival flags [T, k] of the drafts from every slot of a prompt with its answer."""
+    row = Row(
+        id="served",
+        source="served",
+        domain=prompt.domain,
+        turn=0,
+        input_ids=prompt.ids + answer,
+        context_length=len(prompt.ids),
+        clipped=False,
+    )
+    if len(answer) < 2:
         return torch.zeros(len(row.input_ids), k, dtype=torch.bool)
     tokens = torch.tensor(row.input_ids, device=loop.device)
     aux, last = loop.target.recorder.forward(tokens[None])
