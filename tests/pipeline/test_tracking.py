@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,15 @@ def test_wandb_starts_at_the_first_use(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+RESUMED = """
+import sys
+from pathlib import Path
+from drafthead.pipeline.tracking import Tracker
+with Tracker("heads", "eagle3", {"train": {"depth": 3}}, Path(sys.argv[1])) as tracker:
+    tracker.log({"loss": 1.5}, 20)
+"""
+
+
 @pytest.mark.slow
 def test_what_was_logged_is_in_the_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
@@ -112,9 +123,8 @@ def test_what_was_logged_is_in_the_files(tmp_path: Path, capfd: pytest.CaptureFi
         tracker.log({"loss": 1.25}, 20)
         tracker.table("acceptance", ["position", "rate"], [[1, 0.5], [2, 0.25]])
         tracker.artifact(tmp_path / "export", "head", "model", {"k": 3})
-    # killed after step 20, resumed from the checkpoint at step 10
-    with Tracker("heads", "eagle3", {"train": {"depth": 3}}, run) as tracker:
-        tracker.log({"loss": 1.5}, 20)
+    # killed after step 20, resumed from the checkpoint at step 10: in another process, as a resume is
+    subprocess.run([sys.executable, "-c", RESUMED, str(run)], check=True)
 
     first, second = wandb_files(run)
     logged = history(first)
