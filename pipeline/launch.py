@@ -8,6 +8,7 @@ and CUDA. On a CPU the ranks talk over gloo; a file with `use_cpu: true` would s
 """
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,25 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_ops")),
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), DEPRECATED_COLLECTIVES])),
     }
+
+
+SHARED_MEMORY_OP = """
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+"""
+
+
+def build_ops(launch: str) -> None:
+    """Build DeepSpeed's shared-memory op for CPU ranks once, before there are ranks that would build it together.
+
+    Ranks that meet at a fresh build abort now and then. A machine without a compiler finds out here for nothing: the
+    ranks say so themselves.
+    """
+    if read_launch(launch).distributed_type != "DEEPSPEED" or torch.cuda.is_available():
+        return
+    environment = {**os.environ, **_worker_environment(1), "DS_ACCELERATOR": "cpu"}
+    if not (Path(environment["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").exists():
+        subprocess.run([sys.executable, "-c", SHARED_MEMORY_OP], env=environment, capture_output=True, check=False)
 
 
 def make_accelerator(launch: str, *, precision: Precision, accumulation: int, max_grad_norm: float) -> Accelerator:

@@ -97,14 +97,14 @@ def render_summary(summary: dict[str, Any]) -> str:
 def acceptance_lines(one: dict[str, Any]) -> list[str]:
     """Predicted and served acceptance of one k, side by side."""
     header = " ".join(f"pos {position + 1:<3}" for position in range(one["k"]))
-    lines = [f"  k={one['k']}  {'accepted per position':<28} {header} accept length"]
+    lines = [f"  k={one['k']}  {'accepted per position':<30} {header} accept length"]
     for kind, text in (
         ("predicted", "predicted (our loop)"),
         ("walk", "predicted (walk on its texts)"),
         ("served", "served (vLLM's counters)"),
     ):
         rates = " ".join(f"{number(rate, 3):<7}" for rate in one[kind]["per_position"])
-        lines.append(f"       {text:<29}{rates} {number(one[kind]['mean_acceptance_length'], 2)}")
+        lines.append(f"       {text:<31}{rates} {number(one[kind]['mean_acceptance_length'], 2)}")
     return lines
 
 

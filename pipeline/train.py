@@ -33,7 +33,7 @@ from drafthead.pipeline.checkpoint import load_newest, save_checkpoint
 from drafthead.pipeline.export.vllm import initial_digests
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
 from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
-from drafthead.pipeline.launch import full_weights, launch_command, loss_scale, make_accelerator
+from drafthead.pipeline.launch import build_ops, full_weights, launch_command, loss_scale, make_accelerator
 from drafthead.pipeline.optim import build_optimizer, learning_rate
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe, TrainConfig
@@ -49,6 +49,7 @@ PR_SET_PDEATHSIG = 1
 def train(run: Run) -> dict[str, Any]:
     """The stage: start the workers and wait for their head."""
     launch = run.recipe.run.launch
+    build_ops(run.recipe.run.launch)
     command, extra = launch_command(launch, "drafthead.pipeline.train", [str(run.path)])
     # a session of its own: Ctrl-C reaches this process alone, which says so once and ends the workers
     try:
@@ -76,7 +77,9 @@ def end_with_parent() -> None:
 def _environment(extra: dict[str, str]) -> dict[str, str]:
     import os
 
-    return {**os.environ, **extra}
+    # a W&B service of whoever started us would outlive a killed worker and hold its run
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return {**inherited, **extra}
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline import launch as launching
-from drafthead.pipeline.launch import launch_command, make_accelerator, read_launch
+from drafthead.pipeline.launch import build_ops, launch_command, make_accelerator, read_launch
 
 LAUNCHES = ("ddp", "single", "zero1", "zero2", "zero2_offload", "zero3")
 
@@ -60,6 +60,7 @@ def test_a_worker_started_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 def train(launch: str, accumulation: int, folder: Path) -> dict[str, Any]:
     out = folder / f"{launch}.pt"
+    build_ops(launch)
     command, variables = launch_command(launch, "toy_worker", [launch, "fp32", str(accumulation), str(out)])
     environment = {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = str(Path(__file__).parent)
