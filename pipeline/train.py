@@ -11,6 +11,7 @@ average over slots.
 import contextlib
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -75,8 +76,6 @@ def end_with_parent() -> None:
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
-    import os
-
     # a W&B service of whoever started us would outlive a killed worker and hold its run
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     return {**inherited, **extra}
