@@ -4,7 +4,6 @@ The folders carry no `__init__.py` of their own: with one, `import kernels` or `
 from the checkout's root would find ours instead of a third-party package of that name.
 """
 
-
 from setuptools import find_packages, setup
 
 FOLDERS = ("data", "kernels", "eval", "pipeline")
@@ -20,4 +19,3 @@ setup(
     package_data={"drafthead.data": ["prompts/**/*.jsonl"], "drafthead.recipes": ["**/*.yaml"]},
     include_package_data=False,
 )
-
