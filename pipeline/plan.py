@@ -8,9 +8,10 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.data.shards import StoreInfo
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
+from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
 from drafthead.pipeline.recipe import Recipe, SourceConfig
-from drafthead.pipeline.run_dir import Run, cache_dir
+from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.target import open_target
 

@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 from drafthead.data.errors import InputError
 from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
+from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
 from drafthead.pipeline.target import Target, open_target
 
@@ -286,11 +287,6 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
 
 def _old_record(path: Path) -> dict[str, Any]:
     return dict(read_json(path / "run.json")) if (path / "run.json").is_file() else {}
-
-
-def cache_dir() -> Path:
-    given = os.environ.get("DRAFTHEAD_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "drafthead"
 
 
 @functools.cache

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
+from drafthead.pipeline.cache import cache_dir
 from safetensors import safe_open
 from torch import Tensor
 
@@ -229,7 +229,7 @@ def _fetch_from_hub(name: str) -> Path:
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     """Make a built-in target in a temporary folder of the cache and rename it into place."""
-    root = Path(os.environ.get("DRAFTHEAD_CACHE") or Path.home() / ".cache" / "drafthead") / "targets"
+    root = cache_dir() / "targets"
     final = root / name
     if (final / "config.json").is_file():
         return final
@@ -367,8 +367,7 @@ class _known_hashes:  # noqa: N801
     """sha256 of large files, remembered by path, size and modification time."""
 
     def __init__(self) -> None:
-        root = Path(os.environ.get("DRAFTHEAD_CACHE") or Path.home() / ".cache" / "drafthead")
-        self.path = root / "hashes.json"
+        self.path = cache_dir() / "hashes.json"
         self.values: dict[str, str] = read_json(self.path) if self.path.is_file() else {}
         self.changed = False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import GateError
-from drafthead.data.files import read_json, write_text
+from drafthead.data.files import read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.export.card import model_card
 from drafthead.pipeline.export.preflight import preflight
 from drafthead.pipeline.export.vllm import HeadOptions, export_head, serve_command
@@ -80,7 +80,5 @@ def write_card(run: Run, served: dict[str, Any] | None) -> None:
     if (folder / MANIFEST).is_file():
         manifest = read_json(folder / MANIFEST)
         manifest["files"]["README.md"] = (folder / "README.md").stat().st_size
-        from drafthead.data.files import sha256_of, write_json
-
         manifest["sha256"]["README.md"] = sha256_of(folder / "README.md")
         write_json(folder / MANIFEST, manifest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
+from drafthead.pipeline.heads.blocks import rms_normalize
 from torch import Tensor, nn
 
 
@@ -93,9 +94,8 @@ class FrozenTarget(nn.Module):
 
     def probabilities(self, last_RD: Tensor, dtype: torch.dtype) -> Tensor:
         """Target distribution over the draft vocabulary, renormalised: [R, U] fp32."""
-        wide = last_RD.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_D.float()
-        logits_RU = normed.to(dtype) @ self.lm_head_UD.to(dtype).T
+        normed_RD = rms_normalize(last_RD, self.norm_D, self.eps)
+        logits_RU = normed_RD.to(dtype) @ self.lm_head_UD.to(dtype).T
         return logits_RU.float().softmax(-1)
 
 

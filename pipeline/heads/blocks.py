@@ -14,6 +14,12 @@ from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
+def rms_normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32 (vllm/model_executor/layers/layernorm.py)."""
 
@@ -23,9 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        return rms_normalize(x, self.weight, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
