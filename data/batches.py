@@ -23,10 +23,12 @@ class Pack:
     tokens_T: Tensor
     aux_TAD: Tensor
     last_TD: Tensor
+    """State before the final norm."""
     position_T: Tensor
     supervised_T: Tensor
+    """True where the token is one that the target generates."""
     documents: list[tuple[int, int]]
-    """(start, length) of each row in the pack."""
+    """(start, length) of each row in the pack, in order, covering 0..T."""
 
 
 def plan_epoch(lengths: list[int], capacity: int, seed: int, epoch: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from drafthead.eval.protocols import Drafter, TargetModel
 from drafthead.kernels.verify_greedy.op import verify_greedy
+from drafthead.kernels.verify_sampling.inputs import Sampling
 from drafthead.kernels.verify_sampling.op import verify_sampling
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class DecodeOptions:
     end_ids: list[int]
     temperature: float = 0.0
     seed: int = 0
+    """Request number i samples with seed + i; the same numbers whatever else is decoded with it."""
 
 
 def decode(
@@ -57,13 +59,14 @@ def decode(
     """
     k = k if drafter is not None else 0
     answers = [Answer() for _ in prompts]
-    generator = torch.Generator().manual_seed(options.seed)
     max_length = max(len(ids) for ids in prompts) + options.max_new_tokens + k + 1
     first = target.start(prompts, max_length)
-    new_BQ = _verify(first.logits_BQV, None, options, generator)[1]
-    device = new_BQ.device
+    device = first.logits_BQV.device
     active = list(range(len(prompts)))
+    seed_B = options.seed + torch.arange(len(prompts), device=device)
     known_B = torch.tensor([len(ids) for ids in prompts], device=device)  # tokens before the one just sampled
+    no_draft_BK = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
+    _, new_BQ = _verify(first.logits_BQV, no_draft_BK, options, seed_B, known_B)
     if drafter is not None:
         drafter.start(len(prompts), max_length)
         next_BQ = _shifted_prompts(prompts, new_BQ[:, 0])
@@ -81,11 +84,11 @@ def decode(
             target.select(rows)
             if drafter is not None:
                 drafter.select(rows)
-            token_B, known_B = token_B[rows], known_B[rows]
+            token_B, known_B, seed_B = token_B[rows], known_B[rows], seed_B[rows]
         draft_BK = drafter.draft(k) if drafter is not None else token_B.new_empty(len(active), 0)
         position_BQ = known_B[:, None] + torch.arange(k + 1, device=device)
         result = target.step(torch.cat([token_B[:, None], draft_BK], 1), position_BQ)
-        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, options, generator)
+        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, options, seed_B, known_B + 1)
         if drafter is not None:
             for request, count in zip(active, accepted_B.tolist(), strict=True):
                 answers[request].accepted.append(count)
@@ -96,17 +99,17 @@ def decode(
 
 
 def _verify(
-    logits_BQV: Tensor, draft_BK: Tensor | None, options: DecodeOptions, generator: torch.Generator
+    logits_BQV: Tensor, draft_BK: Tensor, options: DecodeOptions, seed_B: Tensor, position_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accepted draft tokens and new tokens (-1 behind them) of a round."""
-    if draft_BK is None:
-        draft_BK = torch.empty(len(logits_BQV), 0, dtype=torch.long, device=logits_BQV.device)
+    """Accepted draft tokens and new tokens (-1 behind them) of a round whose first new token has index `position_B`."""
     num_draft_B = torch.full((len(draft_BK),), draft_BK.shape[1], device=draft_BK.device)
     if options.temperature == 0:
-        return verify_greedy(logits_BQV, draft_BK, num_draft_B)
-    target_BQV = (logits_BQV.float() / options.temperature).softmax(-1).cpu()
-    accepted, new = verify_sampling(target_BQV, draft_BK.cpu(), None, num_draft_B.cpu(), generator)
-    return accepted.to(draft_BK.device), new.to(draft_BK.device)
+        accepted_B, new_BQ, _ = verify_greedy(logits_BQV, draft_BK, num_draft_B)
+    else:
+        temperature_B = torch.full((len(draft_BK),), options.temperature, device=draft_BK.device)
+        sampling = Sampling(temperature_B=temperature_B, seed_B=seed_B, position_B=position_B)
+        accepted_B, new_BQ, _ = verify_sampling(logits_BQV, draft_BK, num_draft_B, sampling)
+    return accepted_B, new_BQ
 
 
 def _extend(answers: list[Answer], active: list[int], new_BQ: Tensor, options: DecodeOptions) -> list[bool]:

@@ -3,6 +3,7 @@
 Id i is the residual stream entering layer i; the number of layers stands for the stream before the final norm.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +16,12 @@ DECODER_PARTS = (("layers", "norm"), ("h", "ln_f"), ("layers", "norm_f"), ("laye
 
 
 class StateRecorder:
-    """Run the decoder and keep the states that enter the chosen layers and the final norm."""
+    """Run the decoder and keep the states that enter the chosen layers and the final norm, for each thread its own."""
 
     def __init__(self, model: nn.Module, layers: list[int]):
         self.decoder, blocks, self.norm = find_decoder(model)
         self.layers = layers
-        self.states: dict[int, Tensor] = {}
+        self.local = threading.local()
         count = len(blocks)
         for layer in {*layers, count}:
             module = self.norm if layer == count else blocks[layer]
@@ -29,19 +30,24 @@ class StateRecorder:
 
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            self.states[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
+            self._states()[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
 
         return hook
+
+    def _states(self) -> dict[int, Tensor]:
+        states: dict[int, Tensor] = self.local.__dict__.setdefault("states", {})
+        return states
 
     def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """States of a right-padded batch: aux [B, T, A, D] and last [B, T, D]."""
         with torch.inference_mode():
             self.decoder(input_ids=ids_BT, use_cache=False)
-        return self.aux(), self.states[self.last_id]
+        return self.aux(), self._states()[self.last_id]
 
     def aux(self) -> Tensor:
-        """Captured states of the latest pass: [B, T, A, D]."""
-        return torch.stack([self.states[layer] for layer in self.layers], 2)
+        """Captured states of this thread's latest pass: [B, T, A, D]."""
+        states = self._states()
+        return torch.stack([states[layer] for layer in self.layers], 2)
 
     def record(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU."""
@@ -51,9 +57,6 @@ class StateRecorder:
         aux, last = aux.cpu(), last.cpu()
         for number, ids in enumerate(rows):
             yield aux[number, : len(ids)].clone(), last[number, : len(ids)].clone()
-
-    def last_of(self, number: int) -> Tensor:
-        return self.states[self.last_id][number]
 
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, nn.Module]:

@@ -6,8 +6,11 @@ Notable: only the decoder runs, not the lm_head; layers are read by hooks, so th
 kept; right padding needs no mask, since no real token attends to what comes after it.
 """
 
+import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ from drafthead.data.encoding import Row, read_rows
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.shards import ShardWriter, StoreInfo
 from drafthead.eval.states import StateRecorder
+from drafthead.pipeline.cores import side_by_side
 from drafthead.pipeline.progress import progress
+from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
-SPLITS = ("train", "heldout")
 MAX_BAD_SHARE = 0.01
+MAX_WORKERS = 8
+"""Batches in flight on a CPU; each holds its states."""
 LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 5e-3}
 """Largest |difference| / largest |logit|; the half types round the stored state itself."""
 
@@ -58,24 +64,22 @@ def capture(run: Run) -> dict[str, Any]:
         gate = FeatureGate(model, target, settings.dtype)
         with progress(total, f"capture {split}", "tok", total - left) as bar:
             # the batches of an uninterrupted run, whose padding decides the last bits of the states
-            for batch in length_batches(rows[split], settings.batch_tokens):
-                missing = {row.key for row in batch} - writer.done
-                if not missing:
-                    continue
-                sound: list[int] = []
-                states = recorder.record([row.input_ids for row in batch])
-                for number, (row, (aux, last)) in enumerate(zip(batch, states, strict=True)):
-                    if row.key not in missing:
+            batches = list(length_batches(rows[split], settings.batch_tokens))
+            open_batches = [batch for batch in batches if not writer.done.issuperset(row.key for row in batch)]
+            for batch, states in record_all(recorder, open_batches, device):
+                sound: list[tuple[Row, Tensor]] = []
+                for row, (aux, last) in zip(batch, states, strict=True):
+                    if row.key in writer.done:
                         continue
                     reason = find_fault(aux, last, len(row.input_ids))
                     if reason:
                         bad.append(f"{row.key} ({reason})")
                     else:
                         writer.add(row.key, aux, last)
-                        sound.append(number)
+                        sound.append((row, last))
                     bar.update(len(row.input_ids))
                 if sound:
-                    gate.check(batch[sound[0]], recorder.last_of(sound[0]))
+                    gate.check(*sound[0])
         index = writer.finish()
         counts[split] = {
             "rows": len(writer.done),
@@ -84,6 +88,24 @@ def capture(run: Run) -> dict[str, Any]:
     if len(bad) > MAX_BAD_SHARE * sum(len(rows[split]) for split in SPLITS):
         raise GateError("FeatureGate", "states", f"{len(bad)} rows are unusable, for instance {bad[0]}")
     return {**counts, "bad": bad}
+
+
+States = list[tuple[Tensor, Tensor]]
+
+
+def record_all(recorder: StateRecorder, batches: list[list[Row]], device: str) -> Iterator[tuple[list[Row], States]]:
+    """States of the batches, in their order: a batch on each core, or on CUDA one running while another is written."""
+    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0))) if device == "cpu" else 1
+    record = lambda batch: list(recorder.record([row.input_ids for row in batch]))  # noqa: E731
+    with side_by_side(workers) as threads:
+        waiting = deque[tuple[list[Row], Future[States]]]()
+        for batch in batches:
+            waiting.append((batch, threads.submit(record, batch)))
+            if len(waiting) > workers:
+                done, states = waiting.popleft()
+                yield done, states.result()
+        for done, states in waiting:
+            yield done, states.result()
 
 
 def check_disk(folder: Path, needed: int, what: str, written: int = 0) -> None:
@@ -127,7 +149,7 @@ class FeatureGate:
         self.batches += 1
         if self.batches % self.EVERY != 1:
             return
-        ids = torch.tensor([row.input_ids], device=last_TD.device)
+        ids = torch.tensor([row.input_ids], device=self.model.device)
         with torch.inference_mode():
             own_QV = self.model(input_ids=ids, use_cache=False, logits_to_keep=4).logits[0].float().cpu()
         state = last_TD[len(row.input_ids) - len(own_QV) : len(row.input_ids)].float().cpu()

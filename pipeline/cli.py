@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import GateError, InputError
+from drafthead.pipeline.cores import keep_freed_memory
 from safetensors import SafetensorError
 
 STAGE_HELP = {
@@ -32,6 +33,7 @@ STAGE_HELP = {
 
 def main() -> None:
     quiet_libraries()
+    keep_freed_memory()
     arguments = parse(sys.argv[1:])
     with report_errors():
         code = arguments.command(arguments)

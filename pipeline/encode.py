@@ -20,7 +20,7 @@ from drafthead.data.encoding import (
 )
 from drafthead.data.files import read_jsonl, write_json
 from drafthead.data.template import Template
-from drafthead.pipeline.respond import SPLITS, read_prompts
+from drafthead.pipeline.respond import SPLITS, Dialogue, read_prompts
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def encode(run: Run) -> dict[str, Any]:
         if run.recipe.respond.engine == "off":
             rows = _encode_given(run, template, split, counts)
         else:
-            rows = _encode_answers(run, split, counts)
+            rows = _encode_answers(run, template, split, counts)
         counts.require_samples(f"encode {split}")
         write_rows(folder / f"{split}.parquet", rows)
         supervised = sum(sum(row.loss_mask) for row in rows)
@@ -61,14 +61,16 @@ def _encode_given(run: Run, template: Template, split: str, counts: EncodeReport
     return rows
 
 
-def _encode_answers(run: Run, split: str, counts: EncodeReport) -> list[Row]:
-    """Rows of the answers that the engine wrote; its ids are the served prompt and the completion."""
-    prompts = {one.id: one for one in read_prompts(run, split)}
+def _encode_answers(run: Run, template: Template, split: str, counts: EncodeReport) -> list[Row]:
+    """Rows of the answers that the engine wrote, its own ids; their contexts are held against a fresh rendering."""
+    dialogues = {one.id: Dialogue(one, split, template) for one in read_prompts(run, split)}
     rows: list[Row] = []
     for answer in read_jsonl(run.input("respond") / "answers.jsonl"):
         if answer["split"] != split:
             continue
-        conversation = prompts[answer["id"]]
+        dialogue = dialogues[answer["id"]]
+        conversation, served = dialogue.conversation, dialogue.next_context()
+        dialogue.answers.append(answer)
         row = encode_answer(
             id=conversation.id,
             source=conversation.source,
@@ -82,7 +84,7 @@ def _encode_answers(run: Run, split: str, counts: EncodeReport) -> list[Row]:
         if isinstance(row, str):
             counts.add([], [row])
             continue
-        check_row(row, answer["context_ids"])
+        check_row(row, served)
         counts.add([row], [])
         rows.append(row)
     return rows

@@ -91,7 +91,7 @@ class RespondConfig(Section):
     temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: Count = 256
     max_model_len: Count = 2048
-    max_num_seqs: Count = 256
+    max_num_seqs: Count = 512
     kv_cache_gib: int = Field(default=4, ge=1)
 
 

@@ -15,7 +15,7 @@ from drafthead.data.conversations import Conversation, parse_conversation
 from drafthead.data.errors import InputError
 from drafthead.data.files import append_jsonl, read_jsonl, read_partial_jsonl, write_json, write_jsonl
 from drafthead.data.template import Template, TurnError
-from drafthead.eval.engine import Engine, EngineConfig, Request, Result, is_available
+from drafthead.eval.engine import Engine, EngineConfig, Request, Result
 from drafthead.eval.hf_engine import TransformersEngine
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.run_dir import Run
@@ -68,17 +68,9 @@ def read_prompts(run: Run, split: str) -> list[Conversation]:
 
 
 def open_engine(run: Run, seed: int) -> Engine | TransformersEngine:
-    """The engine that the recipe asks for.
-
-    Raises:
-        InputError: vLLM is asked for and not installed.
-    """
+    """The engine that the recipe asks for."""
     settings = run.recipe.respond
     if settings.engine == "vllm":
-        if not is_available():
-            raise InputError(
-                "respond.engine=vllm: vllm is not installed; run `make setup` or set respond.engine=transformers"
-            )
         config = EngineConfig(
             model=str(run.target.path),
             dtype=settings.dtype,

@@ -10,6 +10,7 @@ average over slots.
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from drafthead.data.batches import Pack, plan_epoch, plan_steps, prefetch, supervised_slots
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import Row, read_rows
@@ -31,6 +33,7 @@ from drafthead.data.files import read_partial_jsonl, write_atomically, write_jso
 from drafthead.data.shards import Store
 from drafthead.eval.acceptance import RequestRounds, summarize, walk
 from drafthead.pipeline.checkpoint import load_newest, save_checkpoint
+from drafthead.pipeline.cores import side_by_side
 from drafthead.pipeline.export.vllm import initial_digests
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
 from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
@@ -38,6 +41,7 @@ from drafthead.pipeline.launch import build_ops, full_weights, launch_command, l
 from drafthead.pipeline.optim import build_optimizer, learning_rate
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe, TrainConfig
+from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
 from torch import Tensor, nn
@@ -50,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 def train(run: Run) -> dict[str, Any]:
     """The stage: start the workers and wait for their head."""
     launch = run.recipe.run.launch
-    build_ops(run.recipe.run.launch)
+    build_ops(launch)
     command, extra = launch_command(launch, "drafthead.pipeline.train", [str(run.path)])
     # a session of its own: Ctrl-C reaches this process alone, which says so once and ends the workers
     try:
@@ -103,7 +107,7 @@ class Inputs:
         vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
         frozen = build_frozen_target(run.target, vocab)
         opened = []
-        for split in ("train", "heldout"):
+        for split in SPLITS:
             store = Store(run.input("capture") / split)
             if store.info.fingerprint != run.target.fingerprint:
                 raise InputError(
@@ -132,8 +136,9 @@ class Tally:
     loss: float = 0.0
     slots: int = 0
     tokens: int = 0
-    survived: list[int] = field(default_factory=list)
-    chances: list[int] = field(default_factory=list)
+    survived: list[float] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    overlap: list[float] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
     def add(self, output: HeadOutput, tokens: int) -> None:
@@ -141,18 +146,29 @@ class Tally:
         self.slots += int(output.rows_K[0])
         self.tokens += tokens
         survived, chances = output.survived_K.tolist(), output.rows_K.tolist()
-        self.survived = [a + b for a, b in zip(self.survived or [0] * len(survived), survived, strict=True)]
-        self.chances = [a + b for a, b in zip(self.chances or [0] * len(chances), chances, strict=True)]
+        self.survived = _added(self.survived, survived)
+        self.chances = _added(self.chances, chances)
+        self.overlap = _added(self.overlap, output.overlap_K.tolist())
 
     def metrics(self) -> dict[str, float]:
-        """Values of this process; `slot_survival_*` averages over slots and so overestimates serving."""
+        """Values of this process.
+
+        `slot_survival_*` averages over slots and so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
+        the slots that were trained on, with p renormalised over the draft vocabulary.
+        """
         values = {
             "loss": self.loss / max(1, self.slots),
             "tokens_per_s": self.tokens / (time.monotonic() - self.start),
         }
-        for step, (hit, chance) in enumerate(zip(self.survived, self.chances, strict=True)):
-            values[f"slot_survival_{step + 1}"] = hit / max(1, chance)
+        columns = zip(self.survived, self.overlap, self.chances, strict=True)
+        for step, (hit, overlap, chance) in enumerate(columns, start=1):
+            values[f"slot_survival_{step}"] = hit / max(1, chance)
+            values[f"draft_vocab_overlap_{step}"] = overlap / max(1, chance)
         return values
+
+
+def _added(sums: list[float], values: list[float]) -> list[float]:
+    return [a + b for a, b in zip(sums, values, strict=True)] if sums else values
 
 
 def work(run: Run) -> None:
@@ -233,6 +249,7 @@ def _loop(
     own = [[inputs.rows[row] for row in pack] for step in todo for pack in step[rank::ranks]]
     packs = prefetch(own, inputs.store)
     lengths = [len(row.input_ids) for row in inputs.rows]
+    threads = micro_batch_threads(accelerator, settings.accumulation)
     tally = Tally()
     model.train()
     shown = accelerator.is_main_process
@@ -242,7 +259,7 @@ def _loop(
             rate = learning_rate(number, len(steps), settings)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            norm = _take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally)
+            norm = _take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally, threads)
             state["tokens"] += sum(lengths[row] for pack in step for row in pack)
             done = number + 1
             if bar is not None:
@@ -279,20 +296,59 @@ def _take_step(
     total_slots: int,
     settings: TrainConfig,
     tally: Tally,
+    threads: ThreadPoolExecutor | None,
 ) -> float:
     """Accumulate one optimiser step; returns the gradient norm before clipping."""
-    norm: Any = 0.0
-    for _ in range(settings.accumulation):
-        pack = next(packs)
-        with accelerator.accumulate(model):
-            output = run_head(accelerator, model, pack, inputs, settings, settings.depth)
-            accelerator.backward(output.loss / total_slots * loss_scale(accelerator))
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+    micro_batches = list(itertools.islice(packs, settings.accumulation))
+    if threads is not None:
+        outputs = _gradients_in_threads(accelerator, model, micro_batches, inputs, total_slots, settings, threads)
+        norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        outputs, norm = [], 0.0
+        for pack in micro_batches:
+            with accelerator.accumulate(model):
+                output = run_head(accelerator, model, pack, inputs, settings, settings.depth)
+                accelerator.backward(output.loss / total_slots * loss_scale(accelerator))
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            outputs.append(output)
+    for output, pack in zip(outputs, micro_batches, strict=True):
         tally.add(output, len(pack.tokens_T))
     return float(norm) if norm is not None else float("nan")
+
+
+def micro_batch_threads(accelerator: Accelerator, accumulation: int) -> ThreadPoolExecutor | None:
+    """Threads that run the micro batches of a step at once; None where they cannot or gain nothing."""
+    alone = accelerator.device.type == "cpu" and accelerator.distributed_type == DistributedType.NO
+    return side_by_side(accumulation) if alone and accumulation > 1 else None
+
+
+def _gradients_in_threads(
+    accelerator: Accelerator,
+    model: nn.Module,
+    micro_batches: list[Pack],
+    inputs: Inputs,
+    total_slots: int,
+    settings: TrainConfig,
+    threads: ThreadPoolExecutor,
+) -> list[HeadOutput]:
+    """Run the micro batches side by side and add their gradients up in their order, so that runs repeat exactly."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def run_one(pack: Pack) -> tuple[HeadOutput, tuple[Tensor, ...]]:
+        output = run_head(accelerator, model, pack, inputs, settings, settings.depth)
+        return output, torch.autograd.grad(output.loss / total_slots, parameters)
+
+    outputs, gradients = zip(*threads.map(run_one, micro_batches), strict=True)
+    for parameter, first, *others in zip(parameters, *gradients, strict=True):
+        for other in others:
+            first.add_(other)
+        parameter.grad = first
+    return list(outputs)
 
 
 def run_head(
@@ -304,16 +360,8 @@ def run_head(
     depth: int,
 ) -> HeadOutput:
     """One forward pass of the head over a pack."""
-    device = accelerator.device
-    batch = HeadBatch(
-        tokens_T=pack.tokens_T.to(device),
-        aux_TAD=pack.aux_TAD.to(device),
-        last_TD=pack.last_TD.to(device),
-        position_T=pack.position_T.to(device),
-        supervised_T=pack.supervised_T.to(device),
-        documents=pack.documents,
-        opening=inputs.opening,
-    )
+    tensors = {name: value.to(accelerator.device) for name, value in vars(pack).items() if isinstance(value, Tensor)}
+    batch = HeadBatch(**tensors, documents=pack.documents, opening=inputs.opening)
     output: HeadOutput = model(
         batch,
         inputs.frozen,

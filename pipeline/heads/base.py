@@ -7,24 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from drafthead.data.batches import Pack
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
+from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.blocks import rms_normalize
 from torch import Tensor, nn
 
 
-@dataclass(kw_only=True)
-class HeadBatch:
-    """A micro batch of packed documents, flat over tokens; slot i pairs token x[i+1] with the state of position i."""
+@dataclass(frozen=True, kw_only=True)
+class HeadBatch(Pack):
+    """A pack as heads read it: slot i pairs token x[i+1] with the state of position i."""
 
-    tokens_T: Tensor
-    aux_TAD: Tensor
-    last_TD: Tensor
-    """State before the final norm."""
-    position_T: Tensor
-    supervised_T: Tensor
-    """True where the token is one that the target generates."""
-    documents: list[tuple[int, int]]
-    """(start, length) of each document, in order, covering 0..T."""
     opening: int = 0
     """Tokens that every document begins with alike (a default system prompt): nothing is learned from them."""
 
@@ -63,6 +56,7 @@ class HeadOutput:
         survived_K: For how many of them the draft tokens up to and with this step were all right
             (over the full vocabulary: a token that the draft vocabulary lacks is a miss).
         survived_TK: The same flag of each slot.
+        overlap_K: Sum over the supervised slots of sum min(p, q), with p renormalised over the draft vocabulary.
     """
 
     loss: Tensor
@@ -70,6 +64,7 @@ class HeadOutput:
     rows_K: Tensor
     survived_K: Tensor
     survived_TK: Tensor
+    overlap_K: Tensor
 
 
 class FrozenTarget(nn.Module):
@@ -79,6 +74,7 @@ class FrozenTarget(nn.Module):
     norm_D: Tensor
     lm_head_UD: Tensor
     target_ids_U: Tensor
+    draft_ids_V: Tensor
 
     def __init__(self, embedding_VD: Tensor, norm_D: Tensor, lm_head_VD: Tensor, target_ids_U: Tensor, eps: float):
         """Keep the lm_head's rows of the draft vocabulary only; `target_ids_U` says which."""
@@ -88,15 +84,17 @@ class FrozenTarget(nn.Module):
         self.register_buffer("norm_D", norm_D)
         self.register_buffer("lm_head_UD", lm_head_VD[target_ids_U])
         self.register_buffer("target_ids_U", target_ids_U)
+        draft_ids_V = torch.full((len(embedding_VD),), -1)
+        draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U))
+        self.register_buffer("draft_ids_V", draft_ids_V)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding_VD[tokens]
 
-    def probabilities(self, last_RD: Tensor, dtype: torch.dtype) -> Tensor:
-        """Target distribution over the draft vocabulary, renormalised: [R, U] fp32."""
+    def distribution(self, last_RD: Tensor, dtype: torch.dtype) -> TargetStates:
+        """The target's distribution behind states before the final norm, as the loss takes it, in `dtype`."""
         normed_RD = rms_normalize(last_RD, self.norm_D, self.eps)
-        logits_RU = normed_RD.to(dtype) @ self.lm_head_UD.to(dtype).T
-        return logits_RU.float().softmax(-1)
+        return TargetStates(state_RE=normed_RD.to(dtype), lm_head_UE=self.lm_head_UD.to(dtype))
 
 
 class DraftLMHead(nn.Module):
@@ -110,12 +108,18 @@ class DraftLMHead(nn.Module):
     def forward(
         self,
         hidden_RD: Tensor,
-        target_RU: Tensor | None = None,
+        target: TargetStates | None = None,
         weight_R: Tensor | None = None,
+        label_R: Tensor | None = None,
         loss: str = "soft_ce",
     ) -> Any:
-        """Logits [R, U], or (weighted loss sum, argmax [R]) when target probabilities are given."""
-        if target_RU is None:
+        """Logits [R, U], or the fields of `LossRows` when a target distribution is given.
+
+        A plain tuple, since the hooks of ZeRO-3 find no tensor inside a dataclass.
+        """
+        if target is None:
             return hidden_RD @ self.weight.to(hidden_RD.dtype).T
         assert weight_R is not None
-        return linear_soft_ce(hidden_RD, self.weight, target_RU, weight_R, loss)
+        assert label_R is not None
+        rows = linear_soft_ce(hidden_RD, self.weight, target, weight_R, label_R, loss)
+        return rows.total, rows.argmax_R, rows.hit_R, rows.overlap_R

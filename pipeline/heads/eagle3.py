@@ -12,10 +12,11 @@ vllm/v1/spec_decode/llm_base_proposer.py:
 Parameters are named as vLLM's plain checkpoint layout names them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.base import DraftLMHead, FrozenTarget, HeadBatch, HeadOutput
 from drafthead.pipeline.heads.blocks import Attention, GatedMLP, RMSNorm, cached_attention, unroll_attention
 from torch import Tensor, nn
@@ -122,9 +123,10 @@ class Eagle3(nn.Module):
         loss_KT = batch.step_masks(depth, with_context=True) if context_weight else mask_KT
         row_R, real_R = padded_rows(loss_KT[0].nonzero().squeeze(-1))
         assert len(row_R), "every document has a supervised slot (MaskGate)"
-        target_ids_R, target_RU, lookup_T = self._targets(batch, target, row_R, fused_TD.dtype)
+        label_R, states, lookup_T = self._targets(batch, target, row_R, fused_TD.dtype)
         survived_TK = torch.zeros(len(batch.tokens_T), depth, dtype=torch.bool, device=row_R.device)
         sums: list[Tensor] = []
+        overlaps: list[Tensor] = []
         total = torch.zeros((), device=row_R.device)
         own: list[tuple[Tensor, Tensor]] = []
         state_RD = alive_R = None
@@ -144,10 +146,11 @@ class Eagle3(nn.Module):
             out, state_RD = self.leave(residual_RD, mixed)
             predicted = lookup_T[row_R + step]
             weight_R = torch.where(mask_KT[step, row_R], 1.0, context_weight) * real_R
-            step_loss, argmax_R = self.lm_head(out, target_RU[predicted], weight_R, loss)
+            wanted = replace(states, state_RE=states.state_RE[predicted])
+            step_loss, _, alive_R, overlap_R = self.lm_head(out, wanted, weight_R, label_R[predicted], loss)
             total = total + step_weight**step * step_loss
             sums.append(step_loss.detach())
-            alive_R = target.target_ids_U[argmax_R] == target_ids_R[predicted]
+            overlaps.append(overlap_R[mask_KT[step, row_R] & real_R].sum())
             if step:
                 alive_R = alive_R & survived_TK[row_R, step - 1]
             survived_TK[row_R[real_R], step] = alive_R[real_R]
@@ -157,20 +160,23 @@ class Eagle3(nn.Module):
             rows_K=mask_KT.sum(1),
             survived_K=(survived_TK & mask_KT.T).sum(0),
             survived_TK=survived_TK,
+            overlap_K=torch.stack(overlaps),
         )
 
     def _targets(
         self, batch: HeadBatch, target: FrozenTarget, row_R: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, TargetStates, Tensor]:
         """Data tokens and target distributions that the supervised slots predict, computed once for all steps.
 
         Returns:
-            The token x[i+2] and the distribution [U] for every slot i of `row_R`, and a table from slot to row.
+            The draft id of token x[i+2] (-1 where there is none) and its distribution for every slot i of `row_R`, and
+            a table from slot to row.
         """
         lookup_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.long, device=row_R.device)
         lookup_T[row_R] = torch.arange(len(row_R), device=row_R.device)
         with torch.no_grad():
-            return batch.tokens_T[row_R + 2], target.probabilities(batch.last_TD[row_R + 1], dtype), lookup_T
+            states = target.distribution(batch.last_TD[row_R + 1], dtype)
+        return target.draft_ids_V[batch.tokens_T[row_R + 2]], states, lookup_T
 
 
 ROW_MULTIPLE = 32

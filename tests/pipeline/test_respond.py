@@ -219,9 +219,9 @@ def test_vllm_that_is_not_installed_names_the_way_out(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = prepared(make_run, tmp_path, "respond.engine=vllm")
-    monkeypatch.setattr(responding, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"respond\.engine=transformers"):
-        open_engine(run, seed=0)
+    monkeypatch.setattr("drafthead.eval.engine.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"respond\.engine=transformers"), open_engine(run, seed=0):
+        pass
 
 
 # ---- the data's own answers

@@ -250,7 +250,9 @@ class Served:
                 logits_U = self.logits(out_D)
                 last_D = served_norm(document.last_TD[slot + 1 + step].double(), self.frozen.norm_D.double())
                 target_U = (self.frozen.lm_head_UD.double() @ last_D).softmax(-1)
-                total = total + STEP_WEIGHT**step * row_losses(logits_U, target_U, loss)
+                label = self.frozen.draft_ids_V[tokens[slot + 2 + step]]
+                row = row_losses(logits_U[None], target_U[None], label[None], loss)[0]
+                total = total + STEP_WEIGHT**step * row
                 draft = int(self.frozen.target_ids_U[logits_U.argmax()])
                 alive = alive and draft == tokens[slot + 2 + step]
                 flags_TK[slot, step] = alive
@@ -554,8 +556,9 @@ def test_target_distribution_is_the_targets_own_over_the_draft_vocabulary() -> N
     whole_RV = (normed @ (lm_head_VD * 0.3).double().T).softmax(-1)
     kept_RU = whole_RV[:, frozen.target_ids_U]
     expected = kept_RU / kept_RU.sum(-1, keepdim=True)
-    found = frozen.probabilities(last_RD, torch.float32)
-    assert found.dtype == torch.float32
+    states = frozen.distribution(last_RD, torch.float32)
+    assert states.state_RE.dtype == torch.float32
+    found = (states.state_RE @ states.lm_head_UE.T).softmax(-1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
