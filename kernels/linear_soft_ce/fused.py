@@ -118,7 +118,7 @@ class _Rows:
         width = triton.cdiv(vocab, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         row_bytes = width * sum(dtype.itemsize for dtype in dtypes)
         step = chunk_rows(rows, row_bytes, 0 if self.weight_gradient_UD is None else size)
-        scratch = [torch.empty(step, width, dtype=dtype, device=self.hidden_RD.device)[:, :vocab] for dtype in dtypes]
+        scratch = [_scratch(step, vocab, width, dtype, self.hidden_RD.device) for dtype in dtypes]
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             draft_rU = scratch[0][: part.stop - start]
@@ -159,6 +159,14 @@ class _Rows:
             # a skipped row may hold anything, and 0 * NaN would reach the sum
             hidden_rD = torch.where((self.weight_R[part] != 0)[:, None], self.hidden_RD[part], 0.0)
             _add_product(self.weight_gradient_UD, gradient_rU.T, hidden_rD)
+
+
+def _scratch(rows: int, vocab: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for logits, with gaps between the rows."""
+    wide = torch.empty(rows, width, dtype=dtype, device=device)
+    # a product may read what it multiplies by 0, as bf16 ones on a CPU do
+    wide[:, vocab:].zero_()
+    return wide[:, :vocab]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -108,7 +108,7 @@ def random_round(
 
 
 def compare(op: Verify, exact: Verify, given: Round, device: str) -> None:
-    """Assert that kernel and reference decide alike but for one request in a thousand, whose numbers rounding may tip."""
+    """Assert that kernel and reference decide alike, but for one request in a thousand that rounding may tip."""
     given = given.to(device)
     found, wanted = op(**given.arguments(), impl="triton"), exact(**given.arguments())
     tipped_B = (found[1] != wanted[1]).any(-1)

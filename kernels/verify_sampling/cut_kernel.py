@@ -1,4 +1,4 @@
-"""Which logits of a row top-k and top-p keep, without sorting (Triton): the smallest that stays is searched by its bits.
+"""Which logits of a row top-k and top-p keep, without sorting (Triton): the smallest is searched by its bits.
 
 Logits are ordered as integers (`key_of`). Both rules drop the smallest as long as what is below does not exceed a
 bound: for top-k the number of logits below (V - k), for top-p their part of the sum (1 - p). So the smallest one kept

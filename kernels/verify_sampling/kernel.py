@@ -242,13 +242,13 @@ POINTERS = {
     "output_ptr": "*i64",
     "mask_ptr": "*i1",
 }
-SIZES = {name: "i32" for name in ("queries", "vocab", "tiles", "race_tiles", "left_tiles")}
-STRIDES = {name: "i32" for name in ("stride_b", "stride_q", "stride_v", "stride_pb", "stride_pk", "stride_pu")}
+SIZES = dict.fromkeys(("queries", "vocab", "tiles", "race_tiles", "left_tiles"), "i32")
+STRIDES = dict.fromkeys(("stride_b", "stride_q", "stride_v", "stride_pb", "stride_pk", "stride_pu"), "i32")
 KINDS = {"one-hot": ONE_HOT, "dense": DENSE, "sparse": SPARSE}
 
 
 def case(function: Any, what: str, num_warps: int = NUM_WARPS, logits: str = "bf16", **constants: int) -> CompileCase:
-    """A kernel for contiguous logits of this type, 8 draft steps, a vocabulary of 151936, draft probabilities in fp32."""
+    """A kernel for contiguous logits of this type, 8 draft steps, 151936 tokens, draft probabilities in fp32."""
     types = POINTERS | SIZES | STRIDES | {"logits_ptr": f"*{logits}"}
     fixed = {"stride_v": 1, "stride_pu": 1, "STEPS": 8, "QUERIES": 16, "TILES": 32} | constants
     names = function.arg_names
@@ -258,7 +258,9 @@ def case(function: Any, what: str, num_warps: int = NUM_WARPS, logits: str = "bf
         signature={name: types[name] for name in names if name not in fixed},
         constants={name: value for name, value in fixed.items() if name in names},
         num_warps=num_warps,
-        aligned=tuple(name for name in names if name.endswith("_ptr") or name == "vocab" or name in STRIDES.keys() - fixed),
+        aligned=tuple(
+            name for name in names if name.endswith("_ptr") or name == "vocab" or name in STRIDES.keys() - fixed
+        ),
     )
 
 

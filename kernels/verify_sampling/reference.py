@@ -113,7 +113,9 @@ def sample_residual(
     """The token after the accepted ones: the largest weight / exponential is a sample by weight."""
     weight_BV = residual(p_BQV, q_BKV, factor_B, accepted_B, num_draft_B)
     step_B, vocab = accepted_B, weight_BV.shape[-1]
-    return (weight_BV / philox.exponential(sampling.seed_B.long(), sampling.position_B.long(), step_B, vocab)).argmax(-1)
+    return (weight_BV / philox.exponential(sampling.seed_B.long(), sampling.position_B.long(), step_B, vocab)).argmax(
+        -1
+    )
 
 
 def residual(p_BQV: Tensor, q_BKV: Tensor, factor_B: Tensor, accepted_B: Tensor, num_draft_B: Tensor) -> Tensor:
