@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     # Interpreted functions cannot be compiled; nothing has imported Triton yet
     os.environ.pop("TRITON_INTERPRET", None)
+    # The default of Triton 3.9, which warns unless it is said aloud
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     rows = []
     if not options.json:
         print(HEADER)

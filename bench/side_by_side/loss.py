@@ -88,7 +88,8 @@ def draw(shape: Shape, device: str) -> Rows:
 
 def _kl_case(rows: Rows, device: str, quick: bool) -> Case:
     def eager() -> Tensor:
-        return reference.linear_soft_ce(*rows.arguments("kl")).total
+        total: Tensor = reference.linear_soft_ce(*rows.arguments("kl")).total
+        return total
 
     return _case(
         "KL to the target's states",

@@ -170,14 +170,14 @@ def target_probs(logits_BQV: Tensor, sampling: Sampling) -> Tensor:
     """softmax in fp32 after temperature, top-k and top-p by sorting."""
     scaled_BQV = logits_BQV.float() / sampling.temperature_B[:, None, None]
     if sampling.top_k_B is None or sampling.top_p_B is None:
-        return scaled_BQV.softmax(-1)
+        return torch.softmax(scaled_BQV, -1)
     sorted_BQV, ids_BQV = scaled_BQV.sort(-1, descending=True)
     rank_V = torch.arange(logits_BQV.shape[-1], device=logits_BQV.device)
     sorted_BQV.masked_fill_(rank_V >= sampling.top_k_B[:, None, None], float("-inf"))
     probs_BQV = sorted_BQV.softmax(-1)
     before_BQV = probs_BQV.cumsum(-1) - probs_BQV
     sorted_BQV.masked_fill_(before_BQV >= sampling.top_p_B[:, None, None], float("-inf"))
-    return torch.empty_like(scaled_BQV).scatter_(-1, ids_BQV, sorted_BQV).softmax(-1)
+    return torch.softmax(scaled_BQV.scatter_(-1, ids_BQV, sorted_BQV), -1)
 
 
 def sample_in_torch(given: Round) -> Tensor:

