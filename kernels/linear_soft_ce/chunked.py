@@ -123,7 +123,8 @@ def _sum_of_sizes(x_rU: Tensor) -> Tensor:
     """Sum of |x| of each row, block by block: a norm adds up one by one and loses digits over a large vocabulary."""
     if x_rU.shape[1] % BLOCK:
         return x_rU.abs().sum(-1)
-    return torch.linalg.vector_norm(x_rU.view(len(x_rU), -1, BLOCK), 1, dim=-1).sum(-1)
+    sums_rb: Tensor = torch.linalg.vector_norm(x_rU.view(len(x_rU), -1, BLOCK), 1, dim=-1)
+    return sums_rb.sum(-1)
 
 
 def _probabilities(

@@ -3,6 +3,8 @@
 Shapes: B requests, K draft steps, Q = K + 1 queries, V target vocabulary, U draft vocabulary, S tiles of V.
 """
 
+from typing import Any
+
 import torch
 from drafthead.kernels.backend import runs_triton
 from drafthead.kernels.verify_block import reference
@@ -58,6 +60,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     import triton
     from drafthead.kernels.verify_block import kernel
+    from drafthead.kernels.verify_sampling import kernel as sampling_kernel
     from drafthead.kernels.verify_sampling import launch
 
     prepared = launch.prepare(logits_BQV, draft_BK, num_draft_B, sampling, draft_BKU, target_ids_U)
@@ -67,12 +70,12 @@ def _launch(
     tiles = 1 if draft_BKU is None else -(-vocab // block)
     joint_BQ = torch.empty(batch, queries, device=logits_BQV.device)
     left_BKS = torch.empty(batch, queries - 1, tiles, device=logits_BQV.device)
-    found = {"joint_ptr": joint_BQ, "left_ptr": left_BKS}
+    found: dict[str, Any] = {"joint_ptr": joint_BQ, "left_ptr": left_BKS}
     kernel.chain[(batch,)](**prepared.arguments, **found, **prepared.constants, num_warps=1)
     found["left_tiles"] = tiles
     if draft_BKU is not None and queries > 1:
         grid = (batch * (queries - 1) * tiles,)
         kernel.leftover[grid](
-            **prepared.arguments, **found, **prepared.constants, BLOCK=block, num_warps=launch.kernel.NUM_WARPS
+            **prepared.arguments, **found, **prepared.constants, BLOCK=block, num_warps=sampling_kernel.NUM_WARPS
         )
     return launch.accept_and_race(kernel.sample_block, prepared, **found, LEFT_TILES=triton.next_power_of_2(tiles))

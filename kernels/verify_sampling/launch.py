@@ -102,7 +102,7 @@ def accept_and_race(judge: Any, prepared: Prepared, **extra: Any) -> tuple[Tenso
     batch, queries, device = prepared.batch, prepared.queries, prepared.device
     block = block_of(prepared.vocab, kernel.RACE_BLOCK)
     tiles = -(-prepared.vocab // block)
-    found = {
+    found: dict[str, Any] = {
         "accepted_ptr": torch.empty(batch, dtype=torch.long, device=device),
         "score_ptr": torch.empty(batch, 2, tiles, device=device),
         "winner_ptr": torch.empty(batch, 2, tiles, dtype=torch.int32, device=device),

@@ -3,6 +3,8 @@
 Shapes: B requests, N draft nodes, M = N + 1 rows, V target vocabulary, U draft vocabulary, S tiles of a row.
 """
 
+from typing import Any
+
 import torch
 import triton
 from drafthead.kernels.verify_greedy import kernel as greedy_kernel
@@ -117,5 +119,5 @@ def walk_by_sampling(
 def empty_results(draft_BN: Tensor) -> Results:
     """Room for accepted counts [B], output tokens [B, M] and paths [B, N]."""
     batch, nodes = draft_BN.shape
-    ids = {"dtype": torch.long, "device": draft_BN.device}
+    ids: dict[str, Any] = {"dtype": torch.long, "device": draft_BN.device}
     return torch.empty(batch, **ids), torch.empty(batch, nodes + 1, **ids), torch.empty(batch, nodes, **ids)

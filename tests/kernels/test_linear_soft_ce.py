@@ -257,8 +257,15 @@ def test_the_lowest_id_wins_a_tie(device: str, impl: str, dtype: str, rows: int,
 @LOSSES
 @pytest.mark.parametrize(
     "values",
-    [{30: NAN, 8000: NAN}, {8000: NAN, 20: INF}, {20: INF, 21: INF}, {8001: -INF}, {8000: 1e38, 3: -1e38}],
-    ids=["NaN", "NaN behind inf", "inf", "-inf", "huge"],
+    [
+        {30: NAN, 8000: NAN},
+        {8000: NAN, 20: INF},
+        {20: INF, 21: INF},
+        {8001: -INF},
+        dict.fromkeys(range(8200), -INF),
+        {8000: 1e38, 3: -1e38},
+    ],
+    ids=["NaN", "NaN behind inf", "inf", "-inf", "blocks of -inf", "huge"],
 )
 def test_draft_logits_that_are_not_finite(device: str, impl: str, loss: str, values: dict[int, float]) -> None:
     """As the definition: NaN stays NaN, and is above infinity."""
@@ -273,13 +280,22 @@ def test_draft_logits_that_are_not_finite(device: str, impl: str, loss: str, val
 @IMPLEMENTATIONS
 @LOSSES
 @pytest.mark.parametrize(
-    ("value", "log_sum"),
-    [(NAN, False), (NAN, True), (INF, False), (-INF, False), (-INF, True)],
-    ids=["NaN", "NaN log_sum", "inf", "all -inf", "all -inf log_sum"],
+    ("value", "places", "log_sum"),
+    [
+        (NAN, slice(50, 51), False),
+        (NAN, slice(50, 51), True),
+        (INF, slice(50, 51), False),
+        (-INF, slice(8200), False),
+        (-INF, slice(None), False),
+        (-INF, slice(None), True),
+    ],
+    ids=["NaN", "NaN log_sum", "inf", "blocks of -inf", "all -inf", "all -inf log_sum"],
 )
-def test_target_logits_that_are_not_finite(device: str, impl: str, loss: str, value: float, log_sum: bool) -> None:
-    case = draw(1, 90, 5, device=device, states=False, log_sum=log_sum)
-    case.source_RX[:, slice(None) if value == -INF else 50] = value
+def test_target_logits_that_are_not_finite(
+    device: str, impl: str, loss: str, value: float, places: slice, log_sum: bool
+) -> None:
+    case = draw(1, 9000, 5, device=device, states=False, log_sum=log_sum)
+    case.source_RX[:, places] = value
     assert_as_defined(impl, case, loss)
 
 

@@ -52,6 +52,13 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     compare(replace(case, query_BMHP=case.query_BMHP * 300))
 
 
+@pytest.mark.parametrize("slots", [0, 5], ids=lambda slots: f"L={slots}")
+def test_rows_need_not_see_the_root(device: str, slots: int) -> None:
+    """A row may see nothing in whole blocks of keys."""
+    case = draw(79, slots, batch=1, heads=(1, 1), device=device)
+    compare(replace(case, visible_BMM=torch.eye(80, device=device).bool()[None]))
+
+
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_rows_without_a_node_are_zero(device: str, impl: str) -> None:
     case = draw(9, 20, device=device)

@@ -194,7 +194,9 @@ def test_awkward_shapes(device: str, shape: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("filtered", [False, True], ids=["all kept", "cut"])
 def test_a_large_vocabulary(device: str, filtered: bool) -> None:
-    given = random_round(torch.Generator().manual_seed(4), (2 if device == "cuda" else 1, 1, 151936), "dense", filtered, torch.bfloat16)
+    given = random_round(
+        torch.Generator().manual_seed(4), (2 if device == "cuda" else 1, 1, 151936), "dense", filtered, torch.bfloat16
+    )
     compare(verify_block, reference.verify_block, given, device)
 
 
