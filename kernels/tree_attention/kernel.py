@@ -14,6 +14,7 @@ from drafthead.kernels.backend import CompileCase
 
 SPLIT = 1024
 COMBINED_ROWS = 16
+COMBINE_WARPS = 8
 
 
 @triton.jit
@@ -224,6 +225,7 @@ def compile_cases() -> list[CompileCase]:
                 signature={**shared, "output": f"*{dtype}"},
                 constants={"SPLIT": SPLIT, "BLOCK_R": COMBINED_ROWS, "BLOCK_P": constants["BLOCK_P"]},
                 aligned=(*sums, "length", "visible", "output", "head_dim"),
+                num_warps=COMBINE_WARPS,
             )
         )
     return cases

@@ -136,5 +136,6 @@ def _launch(
         SPLIT=kernel.SPLIT,
         BLOCK_R=kernel.COMBINED_ROWS,
         BLOCK_P=settings["BLOCK_P"],
+        num_warps=kernel.COMBINE_WARPS,
     )
     return output_BMHP

@@ -60,7 +60,6 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     import triton
     from drafthead.kernels.verify_block import kernel
-    from drafthead.kernels.verify_sampling import kernel as sampling_kernel
     from drafthead.kernels.verify_sampling import launch
 
     prepared = launch.prepare(logits_BQV, draft_BK, num_draft_B, sampling, draft_BKU, target_ids_U)
@@ -76,6 +75,6 @@ def _launch(
     if draft_BKU is not None and queries > 1:
         grid = (batch * (queries - 1) * tiles,)
         kernel.leftover[grid](
-            **prepared.arguments, **found, **prepared.constants, BLOCK=block, num_warps=sampling_kernel.NUM_WARPS
+            **prepared.arguments, **found, **prepared.constants, BLOCK=block, num_warps=kernel.LEFTOVER_WARPS
         )
     return launch.accept_and_race(kernel.sample_block, prepared, **found, LEFT_TILES=triton.next_power_of_2(tiles))
