@@ -111,6 +111,8 @@ class Tracker:
     def _start(self, mode: Literal["online", "offline"]) -> "wandb.Run":
         import wandb
 
+        # it would advertise itself on the terminal wherever an OpenAI client has been imported, as vLLM does
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             run = wandb.init(
                 project=self.project,

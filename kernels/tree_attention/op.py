@@ -35,14 +35,15 @@ def tree_attention(
     """
     _check(query_BMHP, cache, length_B, tree, visible_BMM)
     scale = query_BMHP.shape[-1] ** -0.5 if scale is None else scale
-    if runs_triton(impl, query_BMHP):
-        if query_BMHP.dtype == torch.bfloat16 and not query_BMHP.is_cuda:
-            # Triton 3.9's interpreter multiplies the bits of bf16 numbers, and cuts them off where it should round
-            wide_cache, wide_tree = ((keys.float(), values.float()) for keys, values in (cache, tree))
-            output_BMHP = _launch(query_BMHP.float(), wide_cache, length_B, wide_tree, visible_BMM, scale)
-            return output_BMHP.to(query_BMHP.dtype)
+    if not runs_triton(impl, query_BMHP):
+        return reference.tree_attention(query_BMHP, cache, length_B, tree, visible_BMM, scale)
+    if query_BMHP.dtype == torch.bfloat16 and not query_BMHP.is_cuda:
+        # Triton 3.9's interpreter multiplies the bits of bf16 numbers, and cuts them off where it should round
+        wide_cache, wide_tree = ((keys.float(), values.float()) for keys, values in (cache, tree))
+        output_BMHP = _launch(query_BMHP.float(), wide_cache, length_B, wide_tree, visible_BMM, scale)
+        return output_BMHP.to(query_BMHP.dtype)
+    with torch.cuda.device_of(query_BMHP):
         return _launch(query_BMHP, cache, length_B, tree, visible_BMM, scale)
-    return reference.tree_attention(query_BMHP, cache, length_B, tree, visible_BMM, scale)
 
 
 def _check(
@@ -66,7 +67,7 @@ def _check(
             f"lengths {tuple(length_B.shape)}, tree {[tuple(part.shape) for part in tree]}, "
             f"visible {tuple(visible_BMM.shape)}"
         )
-    if heads % groups:
+    if groups == 0 or heads % groups:
         raise ValueError(f"{heads} heads: not a multiple of {groups} kv heads")
     if visible_BMM.dtype != torch.bool or length_B.dtype != torch.long:
         raise ValueError(f"visible {visible_BMM.dtype}, lengths {length_B.dtype}: need torch.bool, torch.int64")

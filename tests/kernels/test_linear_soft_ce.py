@@ -432,7 +432,7 @@ def test_nothing_as_large_as_the_logits_is_made(device: str, impl: str, monkeypa
 
 
 def test_scratch_of_the_fused_path_is_bounded(device: str) -> None:
-    """What `docs/performance.md` promises: at most half of the weight's gradient, or that of 256 rows, or 64 MiB."""
+    """By half of the weight's gradient in bf16, what 256 rows take, or 64 MiB."""
     from drafthead.kernels.linear_soft_ce.fused import SCRATCH_BYTES, chunk_rows
 
     for rows, vocab, size in ((4096, 32000, 4096), (8192, 151936, 4096), (8192, 262144, 2048), (300, 49152, 576)):

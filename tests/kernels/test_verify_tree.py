@@ -258,8 +258,8 @@ def test_any_tree(device: str, kind: str, batch: int, nodes: int) -> None:
 @KIND
 def test_every_row_starts_anew(device: str, kind: str) -> None:
     """Nothing of the siblings refused above is left after a step down."""
-    given = random_round(generate(12), (48, 6, 12), kind)
-    given = replace(given, parent_BN=torch.tensor([[ROOT, ROOT, ROOT, 1, 1, 2]]).repeat(48, 1))
+    given = random_round(generate(12), (12, 6, 6), kind)
+    given = replace(given, parent_BN=torch.tensor([[ROOT, ROOT, ROOT, 1, 1, 2]]).repeat(12, 1))
     if given.draft_BMU is not None:
         draft_BN = draw_children(given.draft_BMU, given.parent_BN, given.target_ids_U, generate(13))
         given = replace(given, draft_BN=draft_BN)
@@ -318,13 +318,14 @@ class Forest:
 def grow(toy: Toy, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draft tokens of `TREE`, and the logits and draft probabilities of its rows, which depend on the token before."""
     logits, draft, ids = toy.logits(), toy.draft(), toy.target_ids()
-    parent_BN = torch.tensor(TREE).repeat(batch, 1)
-    depth_M = tree_depth(tree_visibility(parent_BN[:1]))[0]
+    depth_M = tree_depth(tree_visibility(torch.tensor([TREE])))[0]
     token_BM = torch.zeros(batch, len(TREE) + 1, dtype=torch.long)
-    for depth in range(toy.steps):
-        q_BMU = draft[depth, token_BM]
-        children_BN = draw_children(q_BMU, parent_BN, ids, None if toy.name == "chosen" else generator)
-        token_BM[:, 1:] = torch.where(depth_M[1:] == depth + 1, children_BN, token_BM[:, 1:])
+    for row, depth in enumerate(depth_M.tolist()):
+        children = [node + 1 for node, parent in enumerate(TREE) if parent + 1 == row]
+        if children:
+            q_B1U = draft[depth, token_BM[:, row, None]]
+            siblings_BN = torch.full((batch, len(children)), ROOT)
+            token_BM[:, children] = draw_children(q_B1U, siblings_BN, ids, None if toy.name == "chosen" else generator)
     # nothing is drawn from the last rows
     q_BMU = draft[depth_M.clamp_max(toy.steps - 1), token_BM]
     return token_BM[:, 1:], logits[depth_M, token_BM], q_BMU
