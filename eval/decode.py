@@ -71,7 +71,7 @@ def decode(
         drafter.start(len(prompts), max_length)
         next_BQ = _shifted_prompts(prompts, new_BQ[:, 0])
         position_BQ = torch.arange(next_BQ.shape[1], device=device).expand_as(next_BQ)
-        drafter.observe(next_BQ, first.aux_BQAD, position_BQ, known_B)
+        drafter.observe(next_BQ, first, position_BQ, known_B)
     token_B = new_BQ[:, 0]
     keep = _extend(answers, active, new_BQ, options)
     while True:
@@ -92,7 +92,7 @@ def decode(
         if drafter is not None:
             for request, count in zip(active, accepted_B.tolist(), strict=True):
                 answers[request].accepted.append(count)
-            drafter.observe(new_BQ.clamp_min(0), result.aux_BQAD, position_BQ, accepted_B + 1)
+            drafter.observe(new_BQ.clamp_min(0), result, position_BQ, accepted_B + 1)
         token_B = new_BQ.gather(1, accepted_B[:, None])[:, 0]
         known_B = known_B + accepted_B + 1
         keep = _extend(answers, active, new_BQ, options)

@@ -99,4 +99,4 @@ class HFTarget:
             if keep_B is not None:
                 hidden_BQD = hidden_BQD[torch.arange(len(keep_B)), keep_B][:, None]
             logits_BQV = self.model.lm_head(hidden_BQD)
-        return TargetPass(logits_BQV=logits_BQV, aux_BQAD=self.recorder.aux())
+        return TargetPass(logits_BQV=logits_BQV, aux_BQAD=self.recorder.aux(), last_BQD=self.recorder.last())

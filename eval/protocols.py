@@ -17,6 +17,8 @@ class TargetPass:
 
     logits_BQV: Tensor
     aux_BQAD: Tensor
+    last_BQD: Tensor
+    """State before the final norm."""
 
 
 class TargetModel(Protocol):
@@ -38,8 +40,8 @@ class Drafter(Protocol):
     def start(self, batch_size: int, max_length: int) -> None:
         """Forget everything and make room."""
 
-    def observe(self, next_BQ: Tensor, aux_BQAD: Tensor, position_BQ: Tensor, count_B: Tensor) -> None:
-        """Take in verified slots: the target's true state of a position and the token that follows it.
+    def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
+        """Take in verified slots: the target's true states of a position and the token that follows it.
 
         Of each request only the first `count_B` slots are real. The last real one holds the token just sampled.
         """

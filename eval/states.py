@@ -42,12 +42,16 @@ class StateRecorder:
         """States of a right-padded batch: aux [B, T, A, D] and last [B, T, D]."""
         with torch.inference_mode():
             self.decoder(input_ids=ids_BT, use_cache=False)
-        return self.aux(), self._states()[self.last_id]
+        return self.aux(), self.last()
 
     def aux(self) -> Tensor:
         """Captured states of this thread's latest pass: [B, T, A, D]."""
         states = self._states()
         return torch.stack([states[layer] for layer in self.layers], 2)
+
+    def last(self) -> Tensor:
+        """State before the final norm of this thread's latest pass: [B, T, D]."""
+        return self._states()[self.last_id]
 
     def record(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU."""

@@ -19,7 +19,6 @@ from drafthead.eval.acceptance import RequestRounds, summarize
 from drafthead.eval.decode import Answer, DecodeOptions, decode
 from drafthead.eval.hf_target import HFTarget
 from drafthead.pipeline.heads.build import build_frozen_target, load_head
-from drafthead.pipeline.heads.drafter import Eagle3Drafter
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.prompts import spread
 from drafthead.pipeline.respond import read_prompts, turn_contexts
@@ -144,9 +143,9 @@ class SpeculativeLoop:
         head, description = load_head(folder, run.target)
         vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
         # the served head is the exported one: its rounding is part of what is predicted
-        rounded = head.to(getattr(torch, run.recipe.export.dtype)).to(dtype)
-        frozen = build_frozen_target(run.target, vocab).to(self.device)
-        self.drafter = Eagle3Drafter(rounded.to(self.device), frozen)
+        self.head = head.to(getattr(torch, run.recipe.export.dtype)).to(self.device, dtype)
+        self.frozen = build_frozen_target(run.target, vocab).to(self.device)
+        self.drafter = self.head.drafter(self.frozen)
         self.target = HFTarget(run.target.load(dtype, self.device), description["aux_layer_ids"])
         self.end_ids = run.target.end_of_turn_ids
         self.seed = run.recipe.run.seed

@@ -113,7 +113,7 @@ class CaptureConfig(Section):
     shard_tokens: Count = 65_536
 
 
-class HeadConfig(Section):
+class Eagle3Config(Section):
     type: Literal["eagle3"] = "eagle3"
     init_from_target: bool = True
     """Layer from the target's last layer, fc the identity on the last aux state."""
@@ -125,7 +125,44 @@ class HeadConfig(Section):
     norm_output: bool = False
 
 
+class MedusaConfig(Section):
+    type: Literal["medusa"]
+    num_heads: int = Field(default=3, ge=1, le=16)
+    """Draft tokens ahead, one head each; vLLM drafts at most as many."""
+    num_layers: int = Field(default=1, ge=1, le=8)
+    """Residual blocks of each head."""
+    shared_lm_head: bool = True
+    """One lm_head for all heads (of the draft vocabulary); else each has its own, of the full vocabulary."""
+    train_lm_head: bool = False
+    """False keeps the target's rows."""
+
+
+class MTPConfig(Section):
+    type: Literal["mtp"]
+    layout: Literal["auto", "mimo", "qwen3_5", "deepseek"] = "auto"
+    """Which architecture's MTP layer it is served as; `auto` goes by the target's."""
+    start: Literal["fresh", "native"] = "fresh"
+    """A new layer, begun as the target's last one, or the MTP layer that the target's checkpoint holds."""
+    train_lm_head: Literal[False] = False
+    """vLLM serves an MTP layer with the target's lm_head."""
+
+
+HEAD_CONFIGS: dict[str, type[Section]] = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}
+
+
+def _eagle3_unless_said(value: object) -> object:
+    return {"type": "eagle3", **value} if isinstance(value, dict) else value
+
+
+HeadConfig = Annotated[
+    Annotated[Eagle3Config | MedusaConfig | MTPConfig, Field(discriminator="type")],
+    BeforeValidator(_eagle3_unless_said),
+]
+
+
 class TrainConfig(Section):
+    init_from: str | None = None
+    """Folder of a published head to start from, in vLLM's or speculators' layout."""
     tokens: Count
     """Training tokens in all, over as many epochs as that takes."""
     batch_tokens: Count = 8192
@@ -191,7 +228,7 @@ class TrackingConfig(Section):
 class Recipe(Section):
     target: str
     """A folder, a hub id, or `builtin:smollm2-135m-instruct`."""
-    head: HeadConfig = HeadConfig()
+    head: HeadConfig = Eagle3Config()
     run: RunConfig = RunConfig()
     prompts: PromptsConfig
     respond: RespondConfig = RespondConfig()
@@ -297,7 +334,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: Any) -> str:
-    field = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
+    location = problem["loc"][:1] + problem["loc"][2:] if _is_in_head(problem["loc"]) else problem["loc"]
+    field = ".".join(str(part) for part in location if not str(part).startswith("list["))
+    if problem["type"] == "union_tag_invalid":
+        return f"{field}.type={problem['ctx']['tag']!r}: give one of {', '.join(HEAD_CONFIGS)}"
     if problem["type"] == "extra_forbidden":
         valid = _keys_beside(problem["loc"])
         near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.0)
@@ -307,8 +347,15 @@ def _explain(problem: Any) -> str:
     return f"{field}={problem['input']!r}: {problem['msg'].lower()}"
 
 
+def _is_in_head(location: tuple[Any, ...]) -> bool:
+    """pydantic puts the head's type between `head` and its key."""
+    return len(location) > 2 and location[0] == "head" and location[1] in HEAD_CONFIGS
+
+
 def _keys_beside(location: tuple[Any, ...]) -> list[str]:
     """Names of the fields of the section that `location` (of an unknown key) lies in."""
+    if _is_in_head(location):
+        return list(HEAD_CONFIGS[location[1]].model_fields)
     model: type[BaseModel] = Recipe
     for part in location[:-1]:
         if isinstance(part, str) and part in model.model_fields:

@@ -18,7 +18,7 @@ from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts
 from drafthead.pipeline.export.stage import write_card
-from drafthead.pipeline.heads.base import HeadBatch
+from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.run_dir import Run
 
@@ -184,6 +184,6 @@ def unroll(loop: SpeculativeLoop, prompt: Prompt, answer: list[int], k: int) -> 
         documents=[(0, len(tokens))],
     )
     with torch.inference_mode():
-        output = loop.drafter.head(batch, loop.drafter.frozen, depth=k, loss="soft_ce", step_weight=1.0)
+        output = loop.head(batch, loop.frozen, Objective(depth=k))
     survived: torch.Tensor = output.survived_TK.cpu()
     return survived

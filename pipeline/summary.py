@@ -3,7 +3,7 @@
 from typing import Any
 
 from drafthead.data.files import read_json
-from drafthead.pipeline.export.vllm import serve_command
+from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
 

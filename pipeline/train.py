@@ -34,8 +34,8 @@ from drafthead.data.shards import Store
 from drafthead.eval.acceptance import RequestRounds, summarize, walk
 from drafthead.pipeline.checkpoint import load_newest, save_checkpoint
 from drafthead.pipeline.cores import side_by_side
-from drafthead.pipeline.export.vllm import initial_digests
-from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
+from drafthead.pipeline.export.folder import initial_digests
+from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
 from drafthead.pipeline.launch import build_ops, full_weights, launch_command, loss_scale, make_accelerator
 from drafthead.pipeline.optim import build_optimizer, learning_rate
@@ -362,15 +362,14 @@ def run_head(
     """One forward pass of the head over a pack."""
     tensors = {name: value.to(accelerator.device) for name, value in vars(pack).items() if isinstance(value, Tensor)}
     batch = HeadBatch(**tensors, documents=pack.documents, opening=inputs.opening)
-    output: HeadOutput = model(
-        batch,
-        inputs.frozen,
+    objective = Objective(
         depth=depth,
         loss=settings.loss,
         step_weight=settings.step_weight,
         only_surviving=settings.only_surviving,
         context_weight=settings.context_weight if model.training else 0.0,
     )
+    output: HeadOutput = model(batch, inputs.frozen, objective)
     return output
 
 

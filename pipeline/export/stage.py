@@ -10,8 +10,9 @@ from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import GateError
 from drafthead.data.files import read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.export.card import model_card
+from drafthead.pipeline.export.folder import TrainedHead, serve_command
+from drafthead.pipeline.export.layouts import LAYOUTS
 from drafthead.pipeline.export.preflight import preflight
-from drafthead.pipeline.export.vllm import HeadOptions, export_head, serve_command
 from drafthead.pipeline.run_dir import MANIFEST, Run, provenance
 from safetensors.torch import load_file
 
@@ -26,23 +27,15 @@ def export(run: Run) -> dict[str, Any]:
     trained = run.input("train")
     description = read_json(trained / "head.json")
     vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
-    norms = {
-        name: description["options"][name]
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    }
-    export_head(
-        folder,
-        head_state=load_file(trained / "head.safetensors"),
-        options=HeadOptions(aux_layer_ids=tuple(description["aux_layer_ids"]), **norms),
+    head = TrainedHead(
+        state=load_file(trained / "head.safetensors"),
+        description=description,
         target=run.target,
-        d2t=vocab.d2t,
-        t2d=vocab.t2d,
+        vocab=vocab,
         k=run.recipe.export.k,
         dtype=run.recipe.export.dtype,
-        inv_freq=description["inv_freq"],
-        trained_length=description["trained_length"],
-        initial_digests=description["initial_digests"],
     )
+    LAYOUTS[description["type"]].write(folder, head)
     report = preflight(folder, run.target.path)
     if not report.ok:
         first = report.failures[0]

@@ -1,13 +1,15 @@
-"""What a head is to the rest of the pipeline: the batch it is trained on and what it gives back.
+"""What a head is to the rest of the pipeline: the batch it is trained on, what it gives back, how it drafts.
 
 Shapes: T packed tokens, A captured layers, D hidden, U draft vocabulary, K unroll depth, R rows of one step.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from drafthead.data.batches import Pack
+from drafthead.eval.protocols import Drafter
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
 from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.blocks import rms_normalize
@@ -43,6 +45,21 @@ class HeadBatch(Pack):
             if length > distance:
                 ahead_T[start : start + length - distance] = flag_T[start + distance : start + length]
         return ahead_T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a head is trained for; the fields of `TrainConfig` with the same names."""
+
+    depth: int
+    """Draft tokens ahead."""
+    loss: str = "soft_ce"
+    step_weight: float = 1.0
+    """Step j weighs step_weight ** j."""
+    only_surviving: bool = False
+    """Drop a slot from the later steps once its chain has missed, as serving does."""
+    context_weight: float = 0.0
+    """Weight of slots that predict a context token; they are in no count of the output."""
 
 
 @dataclass(kw_only=True)
@@ -93,8 +110,11 @@ class FrozenTarget(nn.Module):
 
     def distribution(self, last_RD: Tensor, dtype: torch.dtype) -> TargetStates:
         """The target's distribution behind states before the final norm, as the loss takes it, in `dtype`."""
-        normed_RD = rms_normalize(last_RD, self.norm_D, self.eps)
-        return TargetStates(state_RE=normed_RD.to(dtype), lm_head_UE=self.lm_head_UD.to(dtype))
+        return TargetStates(state_RE=self.normed(last_RD).to(dtype), lm_head_UE=self.lm_head_UD.to(dtype))
+
+    def normed(self, last_RD: Tensor) -> Tensor:
+        """States behind the final norm, fp32."""
+        return rms_normalize(last_RD, self.norm_D, self.eps)
 
 
 class DraftLMHead(nn.Module):
@@ -123,3 +143,25 @@ class DraftLMHead(nn.Module):
         assert label_R is not None
         rows = linear_soft_ce(hidden_RD, self.weight, target, weight_R, label_R, loss)
         return rows.total, rows.argmax_R, rows.hit_R, rows.overlap_R
+
+
+class Head(nn.Module, ABC):
+    """A draft head: trained by `forward`, run by its `drafter`, built again from its `options`."""
+
+    kind: str
+    """`head.type` of a recipe."""
+    options: Any
+    """A dataclass; with the target's configuration it decides the module."""
+    lm_head: DraftLMHead
+
+    @abstractmethod
+    def forward(self, batch: HeadBatch, target: FrozenTarget, objective: Objective) -> HeadOutput:
+        """Draft from every supervised slot, teacher-forced, and compare with what the target wrote."""
+
+    @abstractmethod
+    def drafter(self, frozen: FrozenTarget) -> Drafter:
+        """This head as the speculative loop uses it."""
+
+    def inverse_frequencies(self) -> list[float]:
+        """Of the rotary embedding that the head is trained with; empty where it has none."""
+        return []

@@ -110,6 +110,11 @@ class Attention(nn.Module):
         keys = self.rotary(self.k_proj(x_RI).unflatten(-1, shape), position_R)
         return keys, self.v_proj(x_RI).unflatten(-1, shape)
 
+    def output(self, mixed_RX: Tensor, x_RI: Tensor) -> Tensor:
+        """Projection [R, D] of the heads' outputs; `x_RI` is what the queries were made from."""
+        projected: Tensor = self.o_proj(mixed_RX)
+        return projected
+
 
 def unroll_attention(
     query_RHP: Tensor,

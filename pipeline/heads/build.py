@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.files import read_json
-from drafthead.pipeline.heads.base import FrozenTarget
-from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options, initialise_from_target
+from drafthead.pipeline.heads.base import FrozenTarget, Head
+from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
 from drafthead.pipeline.recipe import HeadConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
+
+HEADS: dict[str, tuple[type[Any], type[Any]]] = {"eagle3": (Eagle3, Eagle3Options)}
+"""Module and options of each `head.type`."""
 
 
 def build_frozen_target(target: Target, vocab: DraftVocab) -> FrozenTarget:
@@ -24,39 +27,31 @@ def build_frozen_target(target: Target, vocab: DraftVocab) -> FrozenTarget:
     )
 
 
-def build_head(config: HeadConfig, target: Target, frozen: FrozenTarget, num_aux: int, seed: int) -> Eagle3:
+def build_head(config: HeadConfig, target: Target, frozen: FrozenTarget, num_aux: int, seed: int) -> Head:
     """A new head, seeded, with fp32 parameters."""
-    options = Eagle3Options(
-        num_aux=num_aux,
-        draft_vocab_size=len(frozen.target_ids_U),
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-    )
+    module, _ = HEADS[config.type]
     torch.manual_seed(seed)
-    head = Eagle3(target.config, options)
-    if config.init_from_target:
-        initialise_from_target(head, target.last_layer(), target.final_norm_D, frozen.lm_head_UD)
+    head: Head = module.fresh(config, target, frozen, num_aux)
     if not config.train_lm_head:
         # the target's rows as they are stored: no cast, no gradient, no moments
         head.lm_head.weight = torch.nn.Parameter(frozen.lm_head_UD.clone(), requires_grad=False)
     return head
 
 
-def describe_head(head: Eagle3, aux_layer_ids: list[int]) -> dict[str, Any]:
+def describe_head(head: Head, aux_layer_ids: list[int]) -> dict[str, Any]:
     """What is needed to build the module again and to export it (head.json)."""
     return {
-        "type": "eagle3",
+        "type": head.kind,
         "options": asdict(head.options),
         "aux_layer_ids": aux_layer_ids,
-        "inv_freq": head.midlayer.self_attn.rotary.inverse.tolist(),
+        "inv_freq": head.inverse_frequencies(),
     }
 
 
-def load_head(folder: Path, target: Target) -> tuple[Eagle3, dict[str, Any]]:
+def load_head(folder: Path, target: Target) -> tuple[Head, dict[str, Any]]:
     """Read a trained head from a finished train folder."""
     description = read_json(folder / "head.json")
-    head = Eagle3(target.config, Eagle3Options(**description["options"]))
+    module, options = HEADS[description["type"]]
+    head: Head = module(target.config, options(**description["options"]))
     head.load_state_dict(load_file(folder / "head.safetensors"))
     return head.eval().requires_grad_(False), description

@@ -16,11 +16,11 @@ from drafthead.eval.decode import Answer, DecodeOptions, decode
 from drafthead.eval.engine import Request
 from drafthead.eval.hf_engine import TransformersEngine
 from drafthead.eval.hf_target import HFTarget
-from drafthead.eval.protocols import Drafter
+from drafthead.eval.protocols import Drafter, TargetPass
 from drafthead.eval.states import StateRecorder
-from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch
-from drafthead.pipeline.heads.drafter import Eagle3Drafter
+from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, Objective
 from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
+from drafthead.pipeline.heads.recursive import RecursiveDrafter
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,7 +90,7 @@ class Scripted:
         self.requests = list(range(batch_size))
         self.slots = [-1] * batch_size
 
-    def observe(self, next_BQ: Tensor, aux_BQAD: Tensor, position_BQ: Tensor, count_B: Tensor) -> None:
+    def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
         """The loop must show every slot once, in order, with the token that follows it."""
         for row, request in enumerate(self.requests):
             for query in range(int(count_B[row])):
@@ -122,7 +122,7 @@ def scripted(texts: list[list[int]], rate: float, seed: int = 5) -> Scripted:
     return Scripted(texts, [(torch.rand(len(text), generator=generator) < rate).tolist() for text in texts])
 
 
-def make_eagle3(model: Any, seed: int = 2) -> Eagle3Drafter:
+def make_eagle3(model: Any, seed: int = 2) -> RecursiveDrafter:
     """A random head over ten of the target's tokens."""
     head = Eagle3(model.config, Eagle3Options(num_aux=len(AUX), draft_vocab_size=10, norm_before_residual=True))
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +134,7 @@ def make_eagle3(model: Any, seed: int = 2) -> Eagle3Drafter:
     head.eval().requires_grad_(False)
     weights = model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight
     ids_U = torch.tensor([0, 1, 3, 4, 5, 7, 8, 10, 12, 13])
-    return Eagle3Drafter(head, FrozenTarget(*weights, ids_U, float(model.config.rms_norm_eps)))
+    return RecursiveDrafter(head, FrozenTarget(*weights, ids_U, float(model.config.rms_norm_eps)))
 
 
 def expected_answer(
@@ -245,7 +245,7 @@ def test_accept_counts_of_an_eagle3_head_equal_the_walk_over_its_unroll(
             supervised_T=torch.arange(len(text)) >= len(prompt),
             documents=[(0, len(text))],
         )
-        output = drafter.head(batch, drafter.frozen, depth=k, loss="soft_ce", step_weight=1.0)
+        output = drafter.head(batch, drafter.frozen, Objective(depth=k))
         expected = walk(output.survived_TK, len(prompt) - 1, len(prompt) + 16, text_last=len(text) - 1)
         assert answer.accepted == expected
         seen += expected
@@ -301,7 +301,7 @@ def test_sampled_tokens_follow_the_targets_softmax(
     draws, temperature, prompt = 3000, 2.5, prompts[3]
 
     class Fixed(Scripted):
-        def observe(self, next_BQ: Tensor, aux_BQAD: Tensor, position_BQ: Tensor, count_B: Tensor) -> None:
+        def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
             self.slots = (position_BQ[torch.arange(len(count_B)), count_B - 1]).tolist()
 
     drafter = None if rate is None else Fixed([texts[3]] * draws, [[bool(rate)] * len(texts[3])] * draws)

@@ -12,14 +12,9 @@ import torch
 from drafthead.data.errors import GateError, InputError
 from drafthead.pipeline.export import rope
 from drafthead.pipeline.export.card import model_card
+from drafthead.pipeline.export.eagle3 import HeadOptions, expected_shapes, export_head
+from drafthead.pipeline.export.folder import initial_digests, serve_command
 from drafthead.pipeline.export.preflight import PreflightReport, preflight
-from drafthead.pipeline.export.vllm import (
-    HeadOptions,
-    expected_shapes,
-    export_head,
-    initial_digests,
-    serve_command,
-)
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor

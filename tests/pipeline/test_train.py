@@ -22,7 +22,7 @@ from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl, write_json
 from drafthead.pipeline import train as training
 from drafthead.pipeline.cores import side_by_side
-from drafthead.pipeline.heads.base import HeadBatch
+from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.heads.build import build_head
 from drafthead.pipeline.launch import make_accelerator
 from drafthead.pipeline.optim import learning_rate
@@ -249,7 +249,7 @@ def test_every_batch_has_a_supervised_slot(run_with: Any) -> None:
         documents=[(0, length)],
     )
     head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
-    output = head(batch, inputs.frozen, depth=3, loss="soft_ce", step_weight=0.8)
+    output = head(batch, inputs.frozen, Objective(depth=3, step_weight=0.8))
     output.loss.backward()
     assert output.rows_K.tolist() == [1, 0, 0]
     assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)

@@ -14,8 +14,9 @@ from drafthead.data.files import read_json
 from drafthead.eval.acceptance import walk
 from drafthead.eval.engine import Engine, EngineConfig, Request, Result, is_available
 from drafthead.pipeline.export import rope
+from drafthead.pipeline.export.eagle3 import HeadOptions, export_head
+from drafthead.pipeline.export.folder import initial_digests
 from drafthead.pipeline.export.preflight import preflight
-from drafthead.pipeline.export.vllm import HeadOptions, export_head, initial_digests
 from drafthead.pipeline.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor

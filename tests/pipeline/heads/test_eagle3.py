@@ -14,15 +14,9 @@ from typing import Any
 import pytest
 import torch
 from drafthead.kernels.linear_soft_ce.reference import row_losses
-from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput
-from drafthead.pipeline.heads.eagle3 import (
-    EMBEDDING_SHARE,
-    Eagle3,
-    Eagle3Cache,
-    Eagle3Options,
-    decode_step,
-    initialise_from_target,
-)
+from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
+from drafthead.pipeline.heads.eagle3 import EMBEDDING_SHARE, Eagle3, Eagle3Options, initialise_from_target
+from drafthead.pipeline.heads.recursive import DraftCache, decode_step
 from drafthead.pipeline.target import Target, open_target
 from torch import Tensor
 from torch.nn.functional import silu
@@ -136,7 +130,7 @@ class Unrolled:
 def unroll(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch, loss: str = "soft_ce") -> Unrolled:
     seen: list[Tensor] = []
     handle = head.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    output = head(batch, frozen, depth=K, loss=loss, step_weight=STEP_WEIGHT)
+    output = head(batch, frozen, Objective(depth=K, loss=loss, step_weight=STEP_WEIGHT))
     handle.remove()
     outs = {}
     for step, mask_T in enumerate(batch.step_masks(K)):
@@ -308,10 +302,13 @@ def test_unroll_equals_decoding_with_the_cache(norms: dict[str, bool]) -> None:
     head, frozen = make_head(norms), make_frozen()
     document = make_document(head, frozen, 13, 3, seed=5)
     found = unroll(head, frozen, pack(document))
-    embedded_TD, fused_TD = frozen.embed(document.tokens_T), head.fuse(document.aux_TAD).detach()
+    embedded_TD, fused_TD = (
+        frozen.embed(document.tokens_T),
+        head.fuse(document.aux_TAD, document.last_TD, frozen).detach(),
+    )
     with torch.no_grad():
         for slot in range(1, 11):
-            cache = Eagle3Cache(head, 1, 16)
+            cache = DraftCache(head, 1, 16)
             positions = torch.arange(slot + 1)[None]
             out, state = decode_step(
                 head, cache, embedded_TD[None, 1 : slot + 2], fused_TD[None, : slot + 1], positions
@@ -331,14 +328,17 @@ def test_cache_is_rolled_back_by_writing_again() -> None:
     """Draft three tokens, take the true slots in place of them, draft again: as if nothing had been drafted."""
     head, frozen = make_head(), make_frozen()
     document = make_document(head, frozen, 10, 2, seed=6)
-    embedded_TD, fused_TD = frozen.embed(document.tokens_T)[None], head.fuse(document.aux_TAD).detach()[None]
+    embedded_TD, fused_TD = (
+        frozen.embed(document.tokens_T)[None],
+        head.fuse(document.aux_TAD, document.last_TD, frozen).detach()[None],
+    )
 
-    def true_slots(cache: Eagle3Cache, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def true_slots(cache: DraftCache, first: int, last: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(first, last)[None]
         return decode_step(head, cache, embedded_TD[:, first + 1 : last + 1], fused_TD[:, first:last], positions)
 
     with torch.no_grad():
-        used, fresh = Eagle3Cache(head, 1, 16), Eagle3Cache(head, 1, 16)
+        used, fresh = DraftCache(head, 1, 16), DraftCache(head, 1, 16)
         _, state = true_slots(used, 0, 5)
         for position in (5, 6, 7):
             _, state = decode_step(head, used, embedded_TD[:, :1], state[:, -1:], torch.tensor([[position]]))
@@ -367,7 +367,7 @@ def without_attention(head: Eagle3) -> Eagle3:
 def slot_gradients(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch, depth: int) -> Tensor:
     """Size of the loss's gradient with respect to the captured states of each position [T]."""
     batch = replace(batch, aux_TAD=batch.aux_TAD.clone().requires_grad_())
-    head(batch, frozen, depth=depth, loss="soft_ce", step_weight=STEP_WEIGHT).loss.backward()
+    head(batch, frozen, Objective(depth=depth, step_weight=STEP_WEIGHT)).loss.backward()
     assert batch.aux_TAD.grad is not None
     return batch.aux_TAD.grad.flatten(1).norm(dim=1)
 
@@ -518,7 +518,7 @@ def test_drafts_do_see_all_of_the_past(changed: str) -> None:
 
 
 def only_surviving(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch) -> HeadOutput:
-    output: HeadOutput = head(batch, frozen, depth=K, loss="soft_ce", step_weight=STEP_WEIGHT, only_surviving=True)
+    output: HeadOutput = head(batch, frozen, Objective(depth=K, step_weight=STEP_WEIGHT, only_surviving=True))
     return output
 
 
@@ -584,12 +584,12 @@ def test_initialised_head_reads_the_last_captured_state_as_the_targets_last_laye
     generator = torch.Generator().manual_seed(23)
     aux_TAD = torch.randn(5, A, tiny.hidden_size, generator=generator)
     with torch.no_grad():
-        fused_TD = head.fuse(aux_TAD)
+        fused_TD = head.fuse(aux_TAD, aux_TAD[:, -1], make_frozen())
         assert torch.equal(fused_TD, aux_TAD[:, -1])
         normed_TD = layer.input_layernorm(aux_TAD[:, -1])
         for seed in (24, 25):
             embedding_TD = torch.randn(5, tiny.hidden_size, generator=generator.manual_seed(seed))
-            x_TI, residual_TD = head.enter(embedding_TD, fused_TD)
+            x_TI, residual_TD = head.enter(embedding_TD, fused_TD, torch.arange(5))
             assert torch.equal(residual_TD, aux_TAD[:, -1])
             for name in ("q_proj", "k_proj", "v_proj"):
                 ours = getattr(head.midlayer.self_attn, name)(x_TI)
@@ -608,8 +608,8 @@ def test_initialised_head_computes_the_targets_last_layer_and_logits(tiny: Targe
     with torch.no_grad():
         output = model(input_ids=tokens_BT, output_hidden_states=True)
         entering_BTD = output.hidden_states[tiny.num_layers - 1]
-        fused = head.fuse(entering_BTD[0][:, None])[None]
+        fused = head.fuse(entering_BTD[0][:, None], entering_BTD[0], make_frozen())[None]
         positions = torch.arange(6)[None]
-        out, _ = decode_step(head, Eagle3Cache(head, 1, 8), torch.zeros_like(fused), fused, positions)
+        out, _ = decode_step(head, DraftCache(head, 1, 8), torch.zeros_like(fused), fused, positions)
         logits = head.lm_head(out)
     torch.testing.assert_close(logits, output.logits[..., ids_U], rtol=1e-4, atol=1e-4)

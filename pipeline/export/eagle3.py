@@ -1,18 +1,6 @@
-"""Write an EAGLE-3 head as the plain folder that vLLM loads (model_executor/models/llama_eagle3.py).
+"""Write an EAGLE-3 head as the plain folder that vLLM loads (model_executor/models/llama_eagle3.py)."""
 
-vLLM does not notice a missing tensor or a wrong config value: it serves the right text at acceptance length
-1. So nothing here comes from a template: sizes come from the head's tensors, the rest from the target, and
-`preflight` reads the folder back.
-"""
-
-import hashlib
-import importlib.metadata
-import json
-import os
-import shlex
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +8,18 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
+from drafthead.pipeline.export.folder import DTYPES, TrainedHead, provenance, replace_folder
 from drafthead.pipeline.export.rope import both_schemas, rope_of, text_config
 from drafthead.pipeline.target import Target
 from safetensors.torch import save_file
 from torch import Tensor
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYER_CONVENTION = (
     "layer id i is the residual stream entering layer i of the target (0: the embeddings; the number of "
     "layers: the state before the final norm), as vLLM's eagle_aux_hidden_state_layer_ids"
 )
-NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +35,26 @@ class HeadOptions:
 
     def norms(self) -> dict[str, bool]:
         return {name: value for name, value in asdict(self).items() if name != "aux_layer_ids"}
+
+
+def write_eagle3(folder: Path, head: TrainedHead) -> None:
+    """Export a trained head; see `export_head`."""
+    options = head.description["options"]
+    export_head(
+        folder,
+        head_state=head.state,
+        options=HeadOptions(
+            aux_layer_ids=tuple(head.description["aux_layer_ids"]), **{name: options[name] for name in NORMS}
+        ),
+        target=head.target,
+        d2t=head.vocab.d2t,
+        t2d=head.vocab.t2d,
+        k=head.k,
+        dtype=head.dtype,
+        inv_freq=head.description["inv_freq"],
+        trained_length=head.description["trained_length"],
+        initial_digests=head.description["initial_digests"],
+    )
 
 
 def export_head(
@@ -96,14 +104,10 @@ def export_head(
         if t2d is not None:
             tensors["t2d"] = t2d.to(torch.bool).contiguous()
     config["drafthead"] = {
-        "version": importlib.metadata.version("drafthead"),
-        "target_fingerprint": target.fingerprint,
+        **provenance(target, k, trained_length, initial_digests[dtype]),
         "layer_convention": LAYER_CONVENTION,
         "head": {**options.norms(), "aux_layer_ids": list(options.aux_layer_ids)},
-        "num_speculative_tokens": k,
-        "trained_length": trained_length,
         "inv_freq": inv_freq,
-        "initial_digest": initial_digests[dtype],
     }
 
     def write(temporary: Path) -> None:
@@ -111,22 +115,12 @@ def export_head(
         write_json(temporary / "speculative_config.json", speculative_config(folder, k))
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
 
-    _replace_folder(folder, write)
+    replace_folder(folder, write)
 
 
 def speculative_config(folder: Path, k: int) -> dict[str, Any]:
     """The object for vLLM's `--speculative-config`."""
     return {"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": k}
-
-
-def serve_command(target_path: Path, export_path: Path) -> str:
-    """The shell command that serves the target with the exported head.
-
-    Raises:
-        InputError: The export holds no `speculative_config.json`.
-    """
-    config = json.dumps(read_json(export_path / "speculative_config.json"), separators=(",", ":"))
-    return shlex.join(["vllm", "serve", str(target_path.resolve()), "--speculative-config", config])
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -157,21 +151,6 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         for index in range(config["num_aux_hidden_states"]):
             shapes[f"fc_norm.{index}.weight"] = (config["target_hidden_size"],)
     return shapes
-
-
-def initial_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Hash a head's trainable state as each dtype would store it, so that an untrained export is noticed."""
-    return {name: state_digest(state, dtype) for name, dtype in DTYPES.items()}
-
-
-def state_digest(state: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """Hash names, shapes and bits of the trainable tensors of a head, stored as `dtype`."""
-    total = hashlib.sha256()
-    for name in sorted(set(state) - set(NOT_TRAINED)):
-        tensor = state[name].detach().to("cpu", dtype).contiguous()
-        total.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.view(torch.uint8).numpy().data)
-    return total.hexdigest()[:16]
 
 
 def _config(raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptions, dtype: str) -> dict[str, Any]:
@@ -215,26 +194,3 @@ def _config(raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptio
         if value is not None:  # strict loaders refuse nulls
             config[name] = value
     return config
-
-
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a new folder beside `folder`, then put it in its place."""
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".part"))
-    try:
-        write(temporary)
-        for path in temporary.iterdir():
-            path.chmod(0o644)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        temporary.chmod(0o755)
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".old"))
-            folder.rename(replaced)  # an empty folder may be renamed over
-            temporary.rename(folder)
-            shutil.rmtree(replaced)
-        else:
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,102 @@
+"""What every export has in common: how a head is handed over, digests, the folder put in place, the serve command.
+
+vLLM does not notice a missing tensor or a wrong config value: it serves the right text at acceptance length 1. So
+nothing here comes from a template: sizes come from the head's tensors, the rest from the target, and `preflight` reads
+the folder back.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.files import read_json
+from drafthead.pipeline.target import Target
+from torch import Tensor
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d", "token_map")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHead:
+    """What a writer of exports is given."""
+
+    state: Mapping[str, Tensor]
+    """head.safetensors."""
+    description: Mapping[str, Any]
+    """head.json."""
+    target: Target
+    vocab: DraftVocab
+    k: int
+    """`num_speculative_tokens`."""
+    dtype: str
+    """`bfloat16`, `float16` or `float32`, of every tensor of the head and of its config."""
+
+
+def provenance(target: Target, k: int, trained_length: int, initial_digest: str) -> dict[str, Any]:
+    """The part of an exported config.json that says where the head comes from, for `preflight`."""
+    return {
+        "version": importlib.metadata.version("drafthead"),
+        "target_fingerprint": target.fingerprint,
+        "num_speculative_tokens": k,
+        "trained_length": trained_length,
+        "initial_digest": initial_digest,
+    }
+
+
+def serve_command(target_path: Path, export_path: Path) -> str:
+    """The shell command that serves the target with the exported head.
+
+    Raises:
+        InputError: The export holds no `speculative_config.json`.
+    """
+    config = json.dumps(read_json(export_path / "speculative_config.json"), separators=(",", ":"))
+    return shlex.join(["vllm", "serve", str(target_path.resolve()), "--speculative-config", config])
+
+
+def initial_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hash a head's trainable state as each dtype would store it, so that an untrained export is noticed."""
+    return {name: state_digest(state, dtype) for name, dtype in DTYPES.items()}
+
+
+def state_digest(state: Mapping[str, Tensor], dtype: torch.dtype) -> str:
+    """Hash names, shapes and bits of the trainable tensors of a head, stored as `dtype`."""
+    total = hashlib.sha256()
+    for name in sorted(set(state) - set(NOT_TRAINED)):
+        tensor = state[name].detach().to("cpu", dtype).contiguous()
+        total.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.view(torch.uint8).numpy().data)
+    return total.hexdigest()[:16]
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a new folder beside `folder`, then put it in its place."""
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".part"))
+    try:
+        write(temporary)
+        for path in temporary.iterdir():
+            path.chmod(0o644)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        temporary.chmod(0o755)
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".old"))
+            folder.rename(replaced)  # an empty folder may be renamed over
+            temporary.rename(folder)
+            shutil.rmtree(replaced)
+        else:
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,37 @@
+"""The layouts that vLLM loads, one for each kind of head: who writes it and who reads it back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.pipeline.export.checks import Export, Failure
+from drafthead.pipeline.export.eagle3 import write_eagle3
+from drafthead.pipeline.export.eagle3_checks import eagle3_failures
+from drafthead.pipeline.export.folder import TrainedHead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a kind of head is exported."""
+
+    write: Callable[[Path, TrainedHead], None]
+    """Fill a folder, whole or not at all."""
+    failures: Callable[[Export], list[Failure]]
+    """Everything that would spoil serving."""
+    architectures: tuple[str, ...]
+    """Of config.json, by which `preflight` knows the layout."""
+
+
+LAYOUTS = {
+    "eagle3": Layout(write=write_eagle3, failures=eagle3_failures, architectures=("LlamaForCausalLMEagle3",)),
+}
+"""By `head.type`."""
+
+
+def layout_of(config: dict[str, Any]) -> Layout:
+    """The layout of a folder with this config.json; what cannot be told apart is held against EAGLE-3's."""
+    named = config.get("architectures")
+    names = set(named) if isinstance(named, list) else set()
+    found = (layout for layout in LAYOUTS.values() if names & set(layout.architectures))
+    return next(found, LAYOUTS["eagle3"])
