@@ -157,7 +157,7 @@ def rope_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Fa
             yield rope_failure(field, "missing: older and newer readers each need their own schema")
             continue
         try:
-            read = rope.legacyrope_failure(config) if field == "rope_theta" else rope.rope_of(config)
+            read = rope.legacy_rope(config) if field == "rope_theta" else rope.rope_of(config)
             computed = rope.inverse_frequencies(read, head_dim)
         except GateError as error:
             yield rope_failure(error.field, error.reason)
