@@ -91,6 +91,8 @@ class RespondConfig(Section):
     temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: Count = 256
     max_model_len: Count = 2048
+    shipped_answers: bool = True
+    """Take answers that come with the built-in prompts where this target wrote them with these settings."""
     max_num_seqs: Count = 512
     kv_cache_gib: int = Field(default=4, ge=1)
 
@@ -101,14 +103,19 @@ class EncodeConfig(Section):
     """Given to the chat template exactly as the server will (`enable_thinking`, ...)."""
 
 
+DEFAULT_DRAFT_VOCAB = 32_000
+
+
 class DraftVocabConfig(Section):
-    size: Count = 32_000
+    size: Count | None = None
+    """Tokens that the head can draft: 32,000 unless given, and those of `train.init_from` in a warm start."""
 
 
 class CaptureConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     aux_layers: list[int] | None = None
-    """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given."""
+    """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given. `[]` where only the last state is read
+    (Medusa, MTP)."""
     batch_tokens: Count = 4096
     shard_tokens: Count = 65_536
 
@@ -131,10 +138,12 @@ class MedusaConfig(Section):
     """Draft tokens ahead, one head each; vLLM drafts at most as many."""
     num_layers: int = Field(default=1, ge=1, le=8)
     """Residual blocks of each head."""
+    bias: bool = False
+    """Whether a block adds a bias, as the original implementation's do."""
     shared_lm_head: bool = True
     """One lm_head for all heads (of the draft vocabulary); else each has its own, of the full vocabulary."""
     train_lm_head: bool = False
-    """False keeps the target's rows."""
+    """False keeps the target's rows; only a shared lm_head can be kept."""
 
 
 class MTPConfig(Section):
@@ -162,15 +171,15 @@ HeadConfig = Annotated[
 
 class TrainConfig(Section):
     init_from: str | None = None
-    """Folder of a published head to start from, in vLLM's or speculators' layout."""
+    """Folder of a published head to start from, in vLLM's or speculators' layout; its draft vocabulary is kept."""
     tokens: Count
     """Training tokens in all, over as many epochs as that takes."""
     batch_tokens: Count = 8192
     """Tokens of one micro batch on one process."""
     accumulation: Count = 1
     depth: int = Field(default=7, ge=1, le=16)
-    """Training-time-test steps: how many draft tokens ahead the head is trained."""
-    loss: Literal["soft_ce", "kl", "lk", "lk_hybrid"] = "soft_ce"
+    """Training-time-test steps: how many draft tokens ahead the head is trained; `num_heads` of a Medusa head."""
+    loss: Literal["soft_ce", "kl", "lk", "lk_hybrid", "hard_ce"] = "soft_ce"
     step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
     only_surviving: bool = False
@@ -240,6 +249,47 @@ class Recipe(Section):
     export: ExportConfig = ExportConfig()
     serve_check: ServeCheckConfig = ServeCheckConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _depth_of_medusa(cls, values: Any) -> Any:
+        """A Medusa head is trained as deep as it has heads, so the depth need not be said."""
+        head, train = (values.get(name) if isinstance(values, dict) else None for name in ("head", "train"))
+        if not isinstance(head, dict) or not isinstance(train, dict) or head.get("type") != "medusa":
+            return values
+        return {
+            **values,
+            "train": {"depth": head.get("num_heads", MedusaConfig.model_fields["num_heads"].default), **train},
+        }
+
+    @model_validator(mode="after")
+    def _check_medusa(self) -> "Recipe":
+        if not isinstance(self.head, MedusaConfig):
+            return self
+        count = self.head.num_heads
+        if self.train.depth != count:
+            raise ValueError(
+                f"train.depth={self.train.depth}: head.num_heads is {count}, and each Medusa head is trained; "
+                f"set train.depth={count}, or leave it out"
+            )
+        asked = {"eval.k": self.eval.k, "export.k": self.export.k, "serve_check.k": max(self.serve_check.k, default=1)}
+        for name, k in asked.items():
+            if k > count:
+                raise ValueError(f"{name}={k}: a Medusa head drafts at most head.num_heads={count} tokens")
+        if not self.head.shared_lm_head and not self.head.train_lm_head:
+            raise ValueError(
+                "head.train_lm_head=False: separate lm_heads that all stay the target's are one shared lm_head; "
+                "set head.train_lm_head=true or head.shared_lm_head=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_aux_layers(self) -> "Recipe":
+        if self.capture.aux_layers == [] and isinstance(self.head, Eagle3Config):
+            raise ValueError(
+                "capture.aux_layers=[]: an EAGLE-3 head reads captured layers; list their ids or leave it out"
+            )
+        return self
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
@@ -313,8 +363,14 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merges = both and not (key == "head" and _is_another_head(merged[key], value))
+        merged[key] = _merge(merged[key], value) if merges else value
     return merged
+
+
+def _is_another_head(base: dict[str, Any], over: dict[str, Any]) -> bool:
+    """A head of another type has other settings: it replaces the one it extends."""
+    return "type" in over and over["type"] != base.get("type", "eagle3")
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -344,6 +400,8 @@ def _explain(problem: Any) -> str:
         return f"unknown key {field}; did you mean {'.'.join([*field.split('.')[:-1], *near])}?"
     if problem["type"] == "missing":
         return f"{field} is missing"
+    if problem["type"] == "value_error" and not field:  # settings of several sections; the message names them
+        return str(problem["ctx"]["error"])
     return f"{field}={problem['input']!r}: {problem['msg'].lower()}"
 
 

@@ -3,9 +3,11 @@
     drafthead respond runs/eagle3
 
 Notable: a conversation's next turn is asked as soon as the one before is answered, so all turns share one engine; every
-answer is appended to a file at once, so that a killed stage goes on where it stopped.
+answer is appended to a file at once, so that a killed stage goes on where it stopped. Answers that come with the
+built-in prompts (`shipped.py`) are not written again.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +17,11 @@ from drafthead.data.conversations import Conversation, parse_conversation
 from drafthead.data.errors import InputError
 from drafthead.data.files import append_jsonl, read_jsonl, read_partial_jsonl, write_json, write_jsonl
 from drafthead.data.template import Template, TurnError
-from drafthead.eval.engine import Engine, EngineConfig, Request, Result
+from drafthead.eval.engine import Engine, EngineConfig, Request
 from drafthead.eval.hf_engine import TransformersEngine
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.shipped import ShippedAnswers
 
 SPLITS = ("train", "heldout")
 
@@ -38,8 +41,16 @@ def respond(run: Run) -> dict[str, Any]:
     whole = folder / "answers.jsonl"
     for row in read_partial_jsonl(whole if whole.exists() else part):
         by_id[row["split"], row["id"]].answers.append(row)
+    shipped = ShippedAnswers.of(run)
+    came_along = sum(one.take_shipped(shipped) for one in dialogues)
     total = sum(one.num_turns for one in dialogues)
     done = sum(len(one.answers) for one in dialogues)
+    if came_along:
+        print(
+            f"respond: {came_along:,} of {total:,} answers came with the built-in prompts, written by this target with "
+            f"these settings (respond.shipped_answers=false writes them again)",
+            file=sys.stderr,
+        )
     skipped: Counter[str] = Counter()
     if done < total:
         with progress(total, "respond", "answer", done) as bar, append_jsonl(part) as append:
@@ -54,6 +65,7 @@ def respond(run: Run) -> dict[str, Any]:
     report = {
         "engine": settings.engine,
         "answers": len(answers),
+        "shipped": came_along,
         "tokens": sum(len(row["completion_ids"]) for row in answers),
         "finish_reasons": dict(Counter(row["finish_reason"] for row in answers)),
         "skipped": dict(skipped),
@@ -110,6 +122,32 @@ class Dialogue:
         for answer, given in zip(self.answers, self.turns, strict=False):
             messages += [*given, {"role": "assistant", "content": self._text(answer["completion_ids"])}]
         return self.template.render_prompt([*messages, *self.turns[len(self.answers)]], self.conversation.tools)
+
+    def take_shipped(self, shipped: ShippedAnswers) -> int:
+        """Answer open turns from what is known already, as far as it goes; returns how many were answered."""
+        before = len(self.answers)
+        while shipped.completions and len(self.answers) < self.num_turns:
+            try:
+                context = self.next_context()
+            except TurnError:
+                break  # counted where the engine would be asked
+            ids = shipped.find(context)
+            if ids is None:
+                break
+            ended = ids[-1] in self.template.end_of_turn_ids
+            self.answers.append(self.line(context, ids, "stop" if ended else "length"))
+        return len(self.answers) - before
+
+    def line(self, context_ids: list[int], completion_ids: list[int], finish_reason: str) -> dict[str, Any]:
+        """The line of answers.jsonl for the next turn."""
+        return {
+            "id": self.conversation.id,
+            "split": self.split,
+            "turn": len(self.answers),
+            "context_ids": context_ids,
+            "completion_ids": completion_ids,
+            "finish_reason": finish_reason,
+        }
 
     def _text(self, ids: list[int]) -> str:
         kept = [token for token in ids if token not in self.template.end_of_turn_ids]
@@ -171,21 +209,10 @@ def _generate(run: Run, dialogues: list[Dialogue], skipped: Counter[str]) -> Ite
             ask(engine, number, dialogue)
         for result in engine.results():
             dialogue, context = waiting.pop(result.key)
-            row = _line(dialogue, context, result)
+            row = dialogue.line(context, result.token_ids, result.finish_reason)
             dialogue.answers.append(row)
             yield row
             ask(engine, int(result.key.split("-")[0]), dialogue)
-
-
-def _line(dialogue: Dialogue, context: list[int], result: Result) -> dict[str, Any]:
-    return {
-        "id": dialogue.conversation.id,
-        "split": dialogue.split,
-        "turn": len(dialogue.answers),
-        "context_ids": context,
-        "completion_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-    }
 
 
 def _reasons(counts: Counter[str]) -> str:

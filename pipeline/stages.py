@@ -6,11 +6,13 @@ from drafthead.pipeline.capture import capture
 from drafthead.pipeline.encode import encode, make_draft_vocab
 from drafthead.pipeline.evaluate import evaluate
 from drafthead.pipeline.export.stage import export
+from drafthead.pipeline.heads.warm_start import warm_start_hash
 from drafthead.pipeline.prompts import collect_prompts, file_hashes
 from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.respond import respond
 from drafthead.pipeline.run_dir import Stage
 from drafthead.pipeline.serve_check import serve_check
+from drafthead.pipeline.shipped import shipped_hashes
 from drafthead.pipeline.train import train
 
 
@@ -55,7 +57,14 @@ STAGES: dict[str, Stage] = {
             shared=True,
             extra=file_hashes,
         ),
-        Stage(name="respond", reads=("prompts",), settings=_respond_settings, work=respond, shared=True),
+        Stage(
+            name="respond",
+            reads=("prompts",),
+            settings=_respond_settings,
+            work=respond,
+            shared=True,
+            extra=shipped_hashes,
+        ),
         Stage(
             name="encode",
             reads=("prompts", "respond"),
@@ -69,6 +78,7 @@ STAGES: dict[str, Stage] = {
             settings=lambda recipe: recipe.draft_vocab,
             work=make_draft_vocab,
             shared=True,
+            extra=lambda run: warm_start_hash(run.recipe),
         ),
         Stage(name="capture", reads=("encode",), settings=_capture_settings, work=capture, shared=True),
         Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),

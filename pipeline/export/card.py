@@ -8,12 +8,14 @@ MEASURES = (
     ("draft_acceptance_rate", "draft acceptance rate (accepted / drafted)"),
 )
 
+HEADS = {"eagle3": "An EAGLE-3 draft head", "medusa": "A Medusa draft head", "mtp": "A multi-token-prediction layer"}
+
 
 def model_card(results: dict[str, Any]) -> str:
     """Write the card's text.
 
     Args:
-        results: `name`, `target` and `fingerprint`; `eval`, the object of `drafthead eval --json`;
+        results: `name`, `head` (its type), `target` and `fingerprint`; `eval`, the object of `drafthead eval --json`;
             `serve_check`, that of `drafthead serve-check --json`, where there is one; `temperature`;
             `data` and `versions`, a name and a value each; `trained_length`; `serve_command`; `license`,
             the target's, where known.
@@ -35,9 +37,9 @@ def _front(results: dict[str, Any]) -> str:
     license_name = results.get("license") or "other"
     return (
         f"---\nbase_model: {results['target']}\nlicense: {license_name}\nlibrary_name: vllm\n"
-        "tags: [speculative-decoding, eagle3, draft-head]\n---\n\n"
+        f"tags: [speculative-decoding, {results['head']}, draft-head]\n---\n\n"
         f"# {results['name']}\n\n"
-        f"An EAGLE-3 draft head for `{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
+        f"{HEADS[results['head']]} for `{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
         "that model faster and leaves its text as it is. It fits this target alone: another fine-tune needs "
         "its own head."
     )
@@ -109,7 +111,7 @@ def _license(results: dict[str, Any]) -> str:
     known = results.get("license")
     terms = f"the target's licence ({known})" if known else "the target's licence"
     return (
-        "## Licence\n\nThe folder holds a copy of the target's embeddings and was trained on text that the "
+        "## Licence\n\nThe folder holds copies of tensors of the target and was trained on text that the "
         f"target wrote: {terms} and that of the training prompts apply."
     )
 

@@ -4,7 +4,7 @@ Only the two folders are read. vLLM itself raises for hardly any of these faults
 is served at acceptance length 1, with the right text.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,14 @@ import torch
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
 from drafthead.pipeline.export import rope
-from drafthead.pipeline.export.folder import DTYPES, state_digest
+from drafthead.pipeline.export.folder import DTYPES, check_path, state_digest
 from drafthead.pipeline.target import Target
 from safetensors import safe_open
 from torch import Tensor
 
 Failure = dict[str, str]
+MAPS = ("d2t", "t2d")
+"""Between draft and target ids: integers, whose shape follows from the draft vocabulary."""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 
 
@@ -94,6 +96,13 @@ def speculative_failures(config: dict[str, Any], export: Path, method: str, why:
         yield export_failure("speculative_config.num_speculative_tokens", message)
 
 
+def path_failures(export: Path) -> Iterator[Failure]:
+    try:
+        check_path(export)
+    except GateError as error:
+        yield export_failure(error.field, error.reason)
+
+
 def provenance_failures(config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Iterator[Failure]:
     """The head was trained, and for this target."""
     ours = provenance_of(config)
@@ -107,21 +116,25 @@ def provenance_failures(config: dict[str, Any], tensors: Mapping[str, Tensor], t
         yield export_failure("drafthead.target_fingerprint", message)
 
 
-def shape_failures(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[Failure]:
-    """Names and shapes, both ways; `d2t` and `t2d` have checks of their own."""
+def shape_failures(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], maps: Collection[str] = MAPS
+) -> Iterator[Failure]:
+    """Names and shapes, both ways; `maps` have checks of their own."""
     for name in sorted(shapes.keys() - tensors.keys()):
         yield export_failure(name, "missing: vLLM would serve it uninitialised or take another tensor for it")
-    for name in sorted(tensors.keys() - shapes.keys() - {"d2t", "t2d"}):
+    for name in sorted(tensors.keys() - shapes.keys() - set(maps)):
         yield export_failure(name, "vLLM's model has no such tensor under this config")
     for name in sorted(shapes.keys() & tensors.keys()):
         if tuple(tensors[name].shape) != shapes[name]:
             yield export_failure(name, f"has shape {list(tensors[name].shape)}, the config says {list(shapes[name])}")
 
 
-def value_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Failure]:
+def value_failures(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], maps: Collection[str] = MAPS
+) -> Iterator[Failure]:
     dtype = DTYPES.get(str(config.get("dtype")))
     for name, tensor in sorted(tensors.items()):
-        if name in ("d2t", "t2d"):
+        if name in maps:
             continue
         if dtype is not None and tensor.dtype != dtype:
             yield export_failure(name, f"is stored as {tensor.dtype}, the config says {dtype}")

@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.errors import GateError
 from drafthead.data.files import read_json
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
+"""What vLLM looks for in the path of a draft model, in this order, and believes more than `method` or `model_type`
+(config/speculative.py, "Automatically detect the method")."""
 NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d", "token_map")
 
 
@@ -54,6 +58,25 @@ def provenance(target: Target, k: int, trained_length: int, initial_digest: str)
     }
 
 
+def check_path(folder: Path) -> None:
+    """Refuse an export folder whose path vLLM takes for that of another kind of head.
+
+    Only a head that is served with an EAGLE method may lie below such a path.
+
+    Raises:
+        GateError: Naming the part of the path, and what to choose anew.
+    """
+    for part in folder.resolve().parts:
+        found = next((word for word in OTHER_METHODS if word in part.lower()), None)
+        if found is not None:
+            raise GateError(
+                "ExportGate",
+                f"path part {part!r}",
+                f"vLLM would take the head in {folder.resolve()} for another kind, because {found!r} stands in its "
+                f"path; choose another run.name or run.dir",
+            )
+
+
 def serve_command(target_path: Path, export_path: Path) -> str:
     """The shell command that serves the target with the exported head.
 
@@ -61,7 +84,17 @@ def serve_command(target_path: Path, export_path: Path) -> str:
         InputError: The export holds no `speculative_config.json`.
     """
     config = json.dumps(read_json(export_path / "speculative_config.json"), separators=(",", ":"))
-    return shlex.join(["vllm", "serve", str(target_path.resolve()), "--speculative-config", config])
+    served = str(served_path(target_path, export_path).resolve())
+    return shlex.join(["vllm", "serve", served, "--speculative-config", config])
+
+
+def served_path(target_path: Path, export_path: Path) -> Path:
+    """The folder that a server loads as its model: the target, or the export if it holds the whole target (MTP).
+
+    Raises:
+        InputError: The export holds no `speculative_config.json`.
+    """
+    return target_path if "model" in read_json(export_path / "speculative_config.json") else export_path
 
 
 def initial_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -79,6 +112,11 @@ def state_digest(state: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     return total.hexdigest()[:16]
 
 
+def is_linked(path: Path) -> bool:
+    """Whether a file of an export is a file of the target by another name."""
+    return path.is_symlink() or path.stat().st_nlink > 1
+
+
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill a new folder beside `folder`, then put it in its place."""
     folder = folder.resolve()
@@ -87,6 +125,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         for path in temporary.iterdir():
+            if is_linked(path):
+                continue  # the target's own file
             path.chmod(0o644)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())

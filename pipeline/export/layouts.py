@@ -8,7 +8,10 @@ from typing import Any
 from drafthead.pipeline.export.checks import Export, Failure
 from drafthead.pipeline.export.eagle3 import write_eagle3
 from drafthead.pipeline.export.eagle3_checks import eagle3_failures
-from drafthead.pipeline.export.folder import TrainedHead
+from drafthead.pipeline.export.folder import TrainedHead, check_path
+from drafthead.pipeline.export.medusa import ARCHITECTURE as MEDUSA
+from drafthead.pipeline.export.medusa import write_medusa
+from drafthead.pipeline.export.medusa_checks import medusa_failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,27 @@ class Layout:
     """Everything that would spoil serving."""
     architectures: tuple[str, ...]
     """Of config.json, by which `preflight` knows the layout."""
+    any_path: bool = False
+    """Whether vLLM believes the stated method wherever the folder lies; see `folder.check_path`."""
 
 
 LAYOUTS = {
-    "eagle3": Layout(write=write_eagle3, failures=eagle3_failures, architectures=("LlamaForCausalLMEagle3",)),
+    "eagle3": Layout(
+        write=write_eagle3, failures=eagle3_failures, architectures=("LlamaForCausalLMEagle3",), any_path=True
+    ),
+    "medusa": Layout(write=write_medusa, failures=medusa_failures, architectures=(MEDUSA,)),
 }
 """By `head.type`."""
+
+
+def check_export_path(kind: str, folder: Path) -> None:
+    """Refuse, before any work, a place from which vLLM would serve another kind of head.
+
+    Raises:
+        GateError: See `folder.check_path`.
+    """
+    if kind in LAYOUTS and not LAYOUTS[kind].any_path:
+        check_path(folder)
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

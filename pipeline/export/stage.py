@@ -52,6 +52,7 @@ def write_card(run: Run, served: dict[str, Any] | None) -> None:
     encoded, vocab = run.report("encode")["train"], run.report("draft-vocab")
     results = {
         "name": run.recipe.run.name,
+        "head": run.recipe.head.type,
         "target": run.recipe.target,
         "fingerprint": run.target.fingerprint,
         "eval": run.report("eval"),

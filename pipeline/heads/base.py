@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from drafthead.data.batches import Pack
-from drafthead.eval.protocols import Drafter
+from drafthead.eval.protocols import TreeDrafter
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
 from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.blocks import rms_normalize
@@ -153,14 +153,18 @@ class Head(nn.Module, ABC):
     options: Any
     """A dataclass; with the target's configuration it decides the module."""
     lm_head: DraftLMHead
+    """The one projection; a Medusa head with several has none of this name, and trains them all."""
 
     @abstractmethod
     def forward(self, batch: HeadBatch, target: FrozenTarget, objective: Objective) -> HeadOutput:
         """Draft from every supervised slot, teacher-forced, and compare with what the target wrote."""
 
     @abstractmethod
-    def drafter(self, frozen: FrozenTarget) -> Drafter:
+    def drafter(self, frozen: FrozenTarget) -> TreeDrafter:
         """This head as the speculative loop uses it."""
+
+    def calibrate(self, last_TD: Tensor, target: FrozenTarget) -> None:
+        """Fit a new head to the size of the target's states, of which these are some (before the final norm)."""
 
     def inverse_frequencies(self) -> list[float]:
         """Of the rotary embedding that the head is trained with; empty where it has none."""

@@ -21,15 +21,16 @@ def rms_normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in fp32 (vllm/model_executor/layers/layernorm.py)."""
+    """x / rms(x) * (weight + offset), computed in fp32 (vllm/model_executor/layers/layernorm.py)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_normalize(x, self.weight, self.eps).to(x.dtype)
+        return rms_normalize(x, self.weight.float() + self.offset, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -90,14 +91,15 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Projections of one attention layer whose input may be wider than its output (EAGLE-3 reads 2D)."""
 
-    def __init__(self, config: Any, input_size: int):
+    def __init__(self, config: Any, input_size: int, *, bias: bool = False):
         super().__init__()
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.value_dim = self.head_dim
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.rotary = Rotary(config)
 
@@ -131,7 +133,7 @@ def unroll_attention(
 
     Args:
         query_RHP: Queries of the slots `row_T`, in ascending order.
-        base: Step-0 keys and values [T, G, P] of all slots.
+        base: Step-0 keys and values [T, G, P] of all slots; values may have another size than keys.
         own: Keys and values [R, G, P] of the steps after 0, each for the same rows as the queries.
         documents: (start, length) of each document in the pack.
         row_T: Slot index of each query [R], ascending.
@@ -178,7 +180,7 @@ def _unroll_attention(
             output = output + column * own_values[first:last, :, None]
         outputs.append(output)
     # no rows at all still pass through every module: ZeRO-3 gathers weights on all ranks at the same call
-    return torch.cat(outputs or [grouped[:0]]).flatten(1)
+    return torch.cat(outputs or [grouped[:0, ..., :1].expand(-1, -1, -1, base[1].shape[-1])]).flatten(1)
 
 
 def cached_attention(query_BQHP: Tensor, keys_BLGP: Tensor, values_BLGP: Tensor, visible_BQL: Tensor) -> Tensor:

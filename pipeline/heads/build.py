@@ -9,11 +9,17 @@ from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.files import read_json
 from drafthead.pipeline.heads.base import FrozenTarget, Head
 from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
+from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions
+from drafthead.pipeline.heads.mtp import MTP, MTPOptions
 from drafthead.pipeline.recipe import HeadConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
 
-HEADS: dict[str, tuple[type[Any], type[Any]]] = {"eagle3": (Eagle3, Eagle3Options)}
+HEADS: dict[str, tuple[type[Any], type[Any]]] = {
+    "eagle3": (Eagle3, Eagle3Options),
+    "medusa": (Medusa, MedusaOptions),
+    "mtp": (MTP, MTPOptions),
+}
 """Module and options of each `head.type`."""
 
 

@@ -6,14 +6,19 @@ which keys a draft step sees and how a chain is scored is the same (vllm/v1/spec
 """
 
 from abc import abstractmethod
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from drafthead.eval.protocols import TargetPass
-from drafthead.kernels.linear_soft_ce.reference import TargetStates
+from drafthead.eval.tree_search import TreeShape
+from drafthead.kernels.verify_tree.structure import tree_visibility
 from drafthead.pipeline.heads.base import FrozenTarget, Head, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.blocks import Attention, cached_attention, unroll_attention
+from drafthead.pipeline.heads.chains import Chains, padded_rows
 from torch import Tensor
+
+MAX_DEPTH = 16
+"""Draft steps at most, as a recipe allows; the layer itself could go on."""
 
 
 class RecursiveHead(Head):
@@ -53,7 +58,7 @@ class RecursiveHead(Head):
         Only slots that a loss needs run through the layer; context slots give their step-0 keys and values, as in
         serving. Every step is teacher-forced: its token is the data's.
         """
-        attention, depth, context_weight = self.attention, objective.depth, objective.context_weight
+        attention, chains = self.attention, Chains(batch, target, objective)
         embedding_TD = target.embed(batch.tokens_T)
         slot_T, _ = padded_rows(torch.arange(len(batch.tokens_T), device=batch.tokens_T.device))
         fused_TD = self.fuse(batch.aux_TAD[slot_T], batch.last_TD[slot_T], target)
@@ -61,79 +66,21 @@ class RecursiveHead(Head):
         x_TI, residual_TD = self.enter(embedding_TD.roll(-1, 0)[slot_T], fused_TD, position_T)
         base = attention.keys_values(x_TI, position_T)
 
-        mask_KT = batch.step_masks(depth)
-        loss_KT = batch.step_masks(depth, with_context=True) if context_weight else mask_KT
-        row_R, real_R = padded_rows(loss_KT[0].nonzero().squeeze(-1))
-        assert len(row_R), "every document has a supervised slot (MaskGate)"
-        label_R, states, lookup_T = self._targets(batch, target, row_R, fused_TD.dtype)
-        survived_TK = torch.zeros(len(batch.tokens_T), depth, dtype=torch.bool, device=row_R.device)
-        sums: list[Tensor] = []
-        overlaps: list[Tensor] = []
-        total = torch.zeros((), device=row_R.device)
         own: list[tuple[Tensor, Tensor]] = []
-        state_RD = alive_R = None
-        x_RI, residual_RD = x_TI[row_R], residual_TD[row_R]
-        for step in range(depth):
+        state_RD = fused_TD
+        x_RI, residual_RD = x_TI[chains.row_R], residual_TD[chains.row_R]
+        for step in range(objective.depth):
             if step:
-                wanted_R = loss_KT[step, row_R] & real_R
-                if objective.only_surviving and alive_R is not None:
-                    wanted_R = wanted_R & alive_R
-                kept, real_R = padded_rows(wanted_R.nonzero().squeeze(-1))
-                row_R, state_RD = row_R[kept], state_RD[kept]  # type: ignore[index]
+                kept = chains.advance()
                 own = [(keys[kept], values[kept]) for keys, values in own]
-                position_R = batch.position_T[row_R] + step
-                x_RI, residual_RD = self.enter(embedding_TD[row_R + 1 + step], state_RD, position_R)
+                position_R = batch.position_T[chains.row_R] + step
+                x_RI, residual_RD = self.enter(embedding_TD[chains.row_R + 1 + step], state_RD[kept], position_R)
                 own.append(attention.keys_values(x_RI, position_R))
-            query = attention.queries(x_RI, batch.position_T[row_R] + step)
-            mixed = unroll_attention(query, base, own, batch.documents, row_R)
+            query = attention.queries(x_RI, batch.position_T[chains.row_R] + step)
+            mixed = unroll_attention(query, base, own, batch.documents, chains.row_R)
             out, state_RD = self.leave(residual_RD, attention.output(mixed, x_RI))
-            predicted = lookup_T[row_R + step]
-            weight_R = torch.where(mask_KT[step, row_R], 1.0, context_weight) * real_R
-            wanted = replace(states, state_RE=states.state_RE[predicted])
-            step_loss, _, alive_R, overlap_R = self.lm_head(out, wanted, weight_R, label_R[predicted], objective.loss)
-            total = total + objective.step_weight**step * step_loss
-            sums.append(step_loss.detach())
-            overlaps.append(overlap_R[mask_KT[step, row_R] & real_R].sum())
-            if step:
-                alive_R = alive_R & survived_TK[row_R, step - 1]
-            survived_TK[row_R[real_R], step] = alive_R[real_R]
-        return HeadOutput(
-            loss=total,
-            loss_K=torch.stack(sums),
-            rows_K=mask_KT.sum(1),
-            survived_K=(survived_TK & mask_KT.T).sum(0),
-            survived_TK=survived_TK,
-            overlap_K=torch.stack(overlaps),
-        )
-
-    def _targets(
-        self, batch: HeadBatch, target: FrozenTarget, row_R: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, TargetStates, Tensor]:
-        """Data tokens and target distributions that the supervised slots predict, computed once for all steps.
-
-        Returns:
-            The draft id of token x[i+2] (-1 where there is none) and its distribution for every slot i of `row_R`, and
-            a table from slot to row.
-        """
-        lookup_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.long, device=row_R.device)
-        lookup_T[row_R] = torch.arange(len(row_R), device=row_R.device)
-        with torch.no_grad():
-            states = target.distribution(batch.last_TD[row_R + 1], dtype)
-        return target.draft_ids_V[batch.tokens_T[row_R + 2]], states, lookup_T
-
-
-ROW_MULTIPLE = 32
-"""oneDNN compiles a kernel for every new number of rows; with few different numbers it finds them in its cache."""
-
-
-def padded_rows(index_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the last index up to a multiple of `ROW_MULTIPLE`; also says which are real. No rows stay no rows.
-
-    Measured on two CPU cores: see docs/log.md.
-    """
-    missing = -len(index_R) % ROW_MULTIPLE
-    real_R = torch.arange(len(index_R) + missing, device=index_R.device) < len(index_R)
-    return torch.cat([index_R, index_R[-1:].expand(missing)]), real_R
+            chains.score(self.lm_head, out)
+        return chains.output()
 
 
 class DraftCache:
@@ -141,10 +88,10 @@ class DraftCache:
 
     def __init__(self, head: RecursiveHead, batch_size: int, max_length: int):
         attention = head.attention
-        weight = attention.k_proj.weight
-        shape = (batch_size, max_length, attention.num_kv_heads, attention.head_dim)
-        self.keys_BLGP = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.values_BLGP = torch.zeros_like(self.keys_BLGP)
+        weight = attention.o_proj.weight
+        shape = (batch_size, max_length, attention.num_kv_heads)
+        self.keys_BLGP = weight.new_zeros(*shape, attention.head_dim)
+        self.values_BLGP = weight.new_zeros(*shape, attention.value_dim)
 
     def write(self, position_BQ: Tensor, keys_BQGP: Tensor, values_BQGP: Tensor) -> None:
         rows = torch.arange(len(position_BQ), device=position_BQ.device)[:, None]
@@ -186,10 +133,12 @@ def decode_step(
 class RecursiveDrafter:
     """Drafts greedily, as vLLM does by default; every observed slot is fed with the target's true state."""
 
+    max_depth = MAX_DEPTH
+
     def __init__(self, head: RecursiveHead, frozen: FrozenTarget):
         self.head = head
         self.frozen = frozen
-        self.dtype = head.attention.k_proj.weight.dtype
+        self.dtype = head.attention.o_proj.weight.dtype
 
     def start(self, batch_size: int, max_length: int) -> None:
         self.cache = DraftCache(self.head, batch_size, max_length)
@@ -205,18 +154,60 @@ class RecursiveDrafter:
             self.position_B = position_BQ[rows, last_B]
 
     def draft(self, k: int) -> Tensor:
-        tokens = []
+        tokens: list[Tensor] = []
+
+        def most_likely(out_BD: Tensor) -> Tensor:
+            tokens.append(self._top(out_BD, 1)[:, 0])
+            return tokens[-1]
+
+        self._unroll(k, most_likely)
+        return torch.stack(tokens, 1)
+
+    def rank_tokens(self, given_BK: Tensor, count: int) -> Tensor:
+        ranked: list[Tensor] = []
+
+        def given(out_BD: Tensor) -> Tensor:
+            ranked.append(self._top(out_BD, count))
+            return given_BK[:, len(ranked) - 1]
+
+        self._unroll(given_BK.shape[1], given)
+        return torch.stack(ranked, 1)
+
+    def draft_tree(self, shape: TreeShape) -> Tensor:
+        """Depth by depth: the nodes that have children are run together, each seeing its own path."""
+        device = self.position_B.device
+        parent_N, head_N, rank_N = (
+            torch.tensor(one, device=device) for one in (shape.parents, shape.heads, shape.ranks)
+        )
+        token_BN = parent_N.new_empty(len(self.out_BD), shape.num_nodes)
+        rows, out_BQD = TreeRows(self, parent_N), self.out_BD[:, None]
+        with torch.inference_mode():
+            for head in range(shape.depth):
+                node_X = (head_N == head).nonzero()[:, 0]
+                row_Q, place_X = (parent_N[node_X] + 1).unique(return_inverse=True)
+                if head:
+                    out_BQD = rows.run(row_Q, self._embed(token_BN[:, row_Q - 1]), self.position_B + head)
+                top_BQR = self._top(out_BQD, int(rank_N[node_X].max()) + 1)
+                token_BN[:, node_X] = top_BQR[:, place_X, rank_N[node_X]]
+        return token_BN
+
+    def _unroll(self, k: int, choose: Callable[[Tensor], Tensor]) -> None:
+        """Run k draft steps; `choose` gives the token [B] of a step for what its lm_head reads [B, D]."""
         out_BD, state_BD, position_B = self.out_BD, self.state_BD, self.position_B
         with torch.inference_mode():
             for step in range(k):
-                token_B = self.frozen.target_ids_U[self.head.lm_head(out_BD).argmax(-1)]
-                tokens.append(token_B)
+                token_B = choose(out_BD)
                 if step + 1 < k:
                     position_B = position_B + 1
                     embedded = self._embed(token_B[:, None])
                     out, state = decode_step(self.head, self.cache, embedded, state_BD[:, None], position_B[:, None])
                     out_BD, state_BD = out[:, 0], state[:, 0]
-        return torch.stack(tokens, 1)
+
+    def _top(self, out: Tensor, count: int) -> Tensor:
+        """The most likely tokens [..., R] for what the lm_head reads, at most as many as the head can draft."""
+        logits = self.head.lm_head(out)
+        best = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(min(count, logits.shape[-1]), -1).indices
+        return self.frozen.target_ids_U[best]
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -225,3 +216,47 @@ class RecursiveDrafter:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.frozen.embed(tokens).to(self.dtype)
+
+
+class TreeRows:
+    """States, keys and values of the rows of a draft tree (the root and its nodes), beside the drafter's cache.
+
+    The root is the last observed slot, whose keys the cache holds.
+    """
+
+    def __init__(self, drafter: RecursiveDrafter, parent_N: Tensor):
+        self.head, self.cache = drafter.head, drafter.cache
+        batch, num_rows = len(drafter.state_BD), len(parent_N) + 1
+        self.above_M = torch.nn.functional.pad(parent_N + 1, (1, 0))
+        self.visible_MM = tree_visibility(parent_N[None])[0]
+        self.visible_MM[:, 0] = False
+        self.cached_BL = (
+            torch.arange(int(drafter.position_B.max()) + 1, device=parent_N.device) <= drafter.position_B[:, None]
+        )
+        self.state_BMD = drafter.state_BD[:, None].repeat(1, num_rows, 1)
+        self.keys_BMGP = self.cache.keys_BLGP.new_zeros(batch, num_rows, *self.cache.keys_BLGP.shape[2:])
+        self.values_BMGP = torch.zeros_like(self.keys_BMGP)
+
+    def run(self, row_Q: Tensor, embedding_BQD: Tensor, position_B: Tensor) -> Tensor:
+        """One forward pass over nodes of one depth whose parents were run before.
+
+        Returns:
+            What the lm_head reads [B, Q, D].
+        """
+        attention, batch, queries = self.head.attention, len(embedding_BQD), len(row_Q)
+        position_R = position_B.repeat_interleave(queries)
+        state_RD = self.state_BMD[:, self.above_M[row_Q]].flatten(0, 1)
+        x_RI, residual_RD = self.head.enter(embedding_BQD.flatten(0, 1), state_RD, position_R)
+        keys, values = attention.keys_values(x_RI, position_R)
+        self.keys_BMGP[:, row_Q] = keys.unflatten(0, (batch, queries))
+        self.values_BMGP[:, row_Q] = values.unflatten(0, (batch, queries))
+        length = self.cached_BL.shape[1]
+        keys_BXGP = torch.cat([self.cache.keys_BLGP[:, :length], self.keys_BMGP], 1)
+        values_BXGP = torch.cat([self.cache.values_BLGP[:, :length], self.values_BMGP], 1)
+        in_tree_BQM = self.visible_MM[row_Q].expand(batch, -1, -1)
+        visible_BQX = torch.cat([self.cached_BL[:, None].expand(-1, queries, -1), in_tree_BQM], -1)
+        query = attention.queries(x_RI, position_R).unflatten(0, (batch, queries))
+        mixed = cached_attention(query, keys_BXGP, values_BXGP, visible_BQX)
+        out, state = self.head.leave(residual_RD, attention.output(mixed.flatten(0, 1), x_RI))
+        self.state_BMD[:, row_Q] = state.unflatten(0, (batch, queries))
+        return out.unflatten(0, (batch, queries))

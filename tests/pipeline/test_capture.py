@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from drafthead.data.batches import load_pack
 from drafthead.data.encoding import Row, write_rows
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.shards import Store, StoreInfo
@@ -115,6 +116,23 @@ def test_stored_states_are_those_of_single_runs(tmp_path: Path, target: Target, 
             torch.testing.assert_close(last, expected_last, rtol=1e-4, atol=1e-4)
 
 
+def test_the_last_state_alone_can_be_stored(tmp_path: Path, target: Target, model: Any) -> None:
+    """As Medusa and MTP heads need: a quarter of the disk."""
+    rows = make_rows([5, 30, 17])
+    counts = capture(make_run(tmp_path, target, rows, make_rows([4], "heldout"), aux_layers=[]))
+    assert (counts["layer_ids"], counts["bytes_per_token"], counts["bad"]) == ([], D * 4, [])
+    store = Store(tmp_path / "capture" / "train")
+    store.check_files()
+    recorder = StateRecorder(model, [2])
+    for row in rows:
+        aux, last = store.get(row.key)
+        assert aux.shape == (len(row.input_ids), 0, D)
+        torch.testing.assert_close(last, next(iter(recorder.record([row.input_ids])))[1], rtol=1e-4, atol=1e-4)
+    pack = load_pack(rows, store)
+    assert pack.aux_TAD.shape == (52, 0, D)
+    assert pack.last_TD.shape == (52, D)
+
+
 def test_omitted_ids_are_written_down(tmp_path: Path, target: Target) -> None:
     counts = capture(make_run(tmp_path, target, make_rows([6]), make_rows([5], "heldout")))
     assert counts["layer_ids"] == Store(tmp_path / "capture" / "train").info.layer_ids == [2, 4, 5]
@@ -185,8 +203,15 @@ def of_depth(folder: Path, layers: int) -> Target:
 
 @pytest.mark.parametrize(
     ("layers", "asked", "found"),
-    [(8, None, [2, 4, 5]), (7, None, [2, 3, 4]), (30, None, [2, 15, 27]), (4, [0, 2, 4], [0, 2, 4]), (2, [1], [1])],
-    ids=["8 layers", "7 layers", "30 layers", "from the embeddings to the last", "one layer"],
+    [
+        (8, None, [2, 4, 5]),
+        (7, None, [2, 3, 4]),
+        (30, None, [2, 15, 27]),
+        (4, [0, 2, 4], [0, 2, 4]),
+        (2, [1], [1]),
+        (1, [], []),
+    ],
+    ids=["8 layers", "7 layers", "30 layers", "from the embeddings to the last", "one layer", "no layer"],
 )
 def test_layer_ids(tmp_path: Path, layers: int, asked: list[int] | None, found: list[int]) -> None:
     assert of_depth(tmp_path, layers).resolve_aux_layers(asked) == found
@@ -194,12 +219,11 @@ def test_layer_ids(tmp_path: Path, layers: int, asked: list[int] | None, found: 
 
 @pytest.mark.parametrize(
     ("layers", "asked"),
-    [(8, [2, 4, 9]), (8, [-1, 4]), (8, [2, 2, 5]), (8, []), (8, [5, 4, 2]), (4, None), (5, None), (6, None), (1, None)],
+    [(8, [2, 4, 9]), (8, [-1, 4]), (8, [2, 2, 5]), (8, [5, 4, 2]), (4, None), (5, None), (6, None), (1, None)],
     ids=[
         "beyond the depth",
         "negative",
         "repeated",
-        "none",
         "descending",
         *(f"default of {n} layers" for n in (4, 5, 6, 1)),
     ],

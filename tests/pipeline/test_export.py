@@ -534,6 +534,7 @@ def results() -> dict[str, Any]:
     }
     return {
         "name": "my-head",
+        "head": "eagle3",
         "target": "org/model",
         "fingerprint": "abc",
         "eval": {**part, "identical_to_plain": "9/9", "by_domain": {"math": part}},
