@@ -45,7 +45,9 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config: Any, options: MTPOptions):
         super().__init__()
-        norm = partial(RMSNorm, int(config.hidden_size), float(config.rms_norm_eps), LAYOUTS[options.layout].norm_offset)
+        norm = partial(
+            RMSNorm, int(config.hidden_size), float(config.rms_norm_eps), LAYOUTS[options.layout].norm_offset
+        )
         self.input_layernorm = norm()
         self.self_attn = build_attention(config, options)
         self.post_attention_layernorm = norm()

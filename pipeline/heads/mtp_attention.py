@@ -52,7 +52,7 @@ class NormedAttention(Attention):
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek's multi-head latent attention, with keys and values expanded (vllm/model_executor/models/deepseek_v2.py).
+    """DeepSeek's multi-head latent attention, keys and values expanded (vllm/model_executor/models/deepseek_v2.py).
 
     A query and a key are a part without position beside a rotated one, which all heads' keys share; keys have another
     size than values. Rotary channels lie interleaved in the checkpoint.

@@ -2,7 +2,7 @@
 
 What all have in common is a decoder layer behind a projection of two normed inputs (DeepSeek-V3, section 2.2):
 
-    x = fc(cat[token_norm(embed(x[i+1])), hidden_norm(state)]);  y = Layer(x);  out = final_norm(y);  logits = lm_head(out)
+    y = Layer(fc(cat[token_norm(embed(x[i+1])), hidden_norm(state)]));  out = final_norm(y);  logits = lm_head(out)
 
 Which state that is, which half comes first and whether `y` or `out` is the next step's state differs by family and must
 be what the server does (vllm/v1/spec_decode/llm_base_proposer.py, `model_returns_tuple`, and the model files named
