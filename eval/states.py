@@ -45,7 +45,10 @@ class StateRecorder:
         return self.aux(), self.last()
 
     def aux(self) -> Tensor:
-        """Captured states of this thread's latest pass: [B, T, A, D]."""
+        """Captured states of this thread's latest pass: [B, T, A, D], with A = 0 where no layer is captured."""
+        if not self.layers:
+            batch, length, size = self.last().shape
+            return self.last().new_empty(batch, length, 0, size)
         states = self._states()
         return torch.stack([states[layer] for layer in self.layers], 2)
 

@@ -160,17 +160,25 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def run_recipe(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.export.layouts import check_export_path
+    from drafthead.pipeline.heads.build import check_target
+    from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
     from drafthead.pipeline.plan import make_plan, render_plan
     from drafthead.pipeline.recipe import load_recipe
     from drafthead.pipeline.run_dir import create_run
     from drafthead.pipeline.stages import STAGES
     from drafthead.pipeline.summary import render_summary, summarize_run
+    from drafthead.pipeline.target import open_target
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    check_export_path(recipe.head.type, Path(recipe.run.dir) / str(recipe.run.name) / "export")
     if arguments.plan:
         plan = make_plan(recipe)
         _print(arguments, plan, render_plan(plan))
         return 0
+    target = open_target(recipe.target)
+    check_warm_start(recipe, target)
+    check_target(recipe.head, draft_vocab_size(recipe, target), target)
     run = create_run(recipe, STAGES)
     with _output_of_stages_to_stderr():
         for name in STAGES:
@@ -200,8 +208,11 @@ def run_stage(arguments: argparse.Namespace) -> int:
 def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     """`eval` or `serve-check` with other prompts or settings than the recipe's; the run's files stay as they are."""
     from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+    from drafthead.pipeline.recipe import load_recipe
     from drafthead.pipeline.serve_check import check_prompts
 
+    if arguments.k:  # as a recipe with it would be
+        load_recipe(str(run.path / "recipe.yaml"), [f"eval.k={arguments.k}"])
     settings = run.recipe.eval if arguments.stage == "eval" else run.recipe.serve_check
     new_tokens = arguments.max_new_tokens or settings.max_new_tokens
     limit = arguments.limit or (None if arguments.prompts else settings.limit)

@@ -9,11 +9,13 @@ from drafthead.data.errors import InputError
 from drafthead.data.shards import StoreInfo
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
 from drafthead.pipeline.cache import cache_dir
+from drafthead.pipeline.heads.build import check_target
+from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
-from drafthead.pipeline.recipe import Recipe, SourceConfig
+from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.stages import STAGES
-from drafthead.pipeline.target import open_target
+from drafthead.pipeline.target import Target, open_target
 
 RATES_CPU = {"respond": 750.0, "capture": 2200.0, "train": 2800.0}
 """Tokens/s of the built-in target on two CPU cores (docs/performance.md); other targets scale with their size."""
@@ -29,6 +31,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         InputError: The target or a setting cannot be used.
     """
     target = open_target(recipe.target)
+    check_warm_start(recipe, target)
+    check_target(recipe.head, draft_vocab_size(recipe, target), target)
     layers = target.resolve_aux_layers(recipe.capture.aux_layers)
     prompts, exact = count_prompts(recipe)
     answers = prompts * recipe.respond.max_new_tokens
@@ -41,7 +45,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         dtype=recipe.capture.dtype,
     )
     on_gpu = torch.cuda.is_available()
-    size = num_parameters(recipe, target.config)
+    size = num_parameters(recipe, target)
     disk = tokens * info.bytes_per_token()
     run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
     seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], answers, tokens)
@@ -98,23 +102,32 @@ def count_lines(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def num_parameters(recipe: Recipe, config: Any) -> dict[str, int]:
+def num_parameters(recipe: Recipe, target: Target) -> dict[str, int]:
     """Parameters of the target (a Llama-shaped estimate) and trainable ones of the head."""
+    config = target.config
     size, middle = config.hidden_size, config.intermediate_size
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or size // heads
     attention, mlp = size * width * (2 * heads + 2 * groups), 3 * size * middle
-    target = config.num_hidden_layers * (attention + mlp) + config.vocab_size * size
-    draft_vocab = min(recipe.draft_vocab.size, config.vocab_size)
-    num_aux = len(recipe.capture.aux_layers or [0, 0, 0])
-    head = num_aux * size * size + attention + size * width * (heads + 2 * groups) + mlp
-    return {"target": target, "head": head + (draft_vocab * size if recipe.head.train_lm_head else 0)}
+    of_target = config.num_hidden_layers * (attention + mlp) + config.vocab_size * size
+    draft_vocab = draft_vocab_size(recipe, target)
+    num_lm_heads = 1
+    if isinstance(recipe.head, MedusaConfig):
+        head = recipe.head.num_heads * recipe.head.num_layers * size * size
+        num_lm_heads = 1 if recipe.head.shared_lm_head else recipe.head.num_heads
+    elif isinstance(recipe.head, MTPConfig):
+        head = 2 * size * size + attention + mlp
+    else:
+        num_aux = 3 if recipe.capture.aux_layers is None else len(recipe.capture.aux_layers)
+        head = num_aux * size * size + attention + size * width * (heads + 2 * groups) + mlp
+    return {"target": of_target, "head": head + (num_lm_heads * draft_vocab * size if recipe.head.train_lm_head else 0)}
 
 
-def training_bytes(recipe: Recipe, target: Any, head: int) -> int:
+def training_bytes(recipe: Recipe, target: Target, head: int) -> int:
     """Weights, gradients and moments in fp32, frozen embeddings, and the logits of one micro batch."""
-    frozen = target.vocab_size * target.hidden_size * 2 + recipe.draft_vocab.size * target.hidden_size * 2
-    logits = recipe.train.batch_tokens * recipe.draft_vocab.size * (4 + 2 * recipe.train.depth)
+    draft_vocab = draft_vocab_size(recipe, target)
+    frozen = (target.vocab_size + draft_vocab) * target.hidden_size * 2
+    logits = recipe.train.batch_tokens * draft_vocab * (4 + 2 * recipe.train.depth)
     states = recipe.train.batch_tokens * target.hidden_size * 16 * recipe.train.depth
     return int(head * 16 + frozen + logits + states)
 

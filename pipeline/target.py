@@ -43,6 +43,10 @@ NORM_NAMES = (
 )
 
 
+ZERO_CENTRED_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "gemma2", "gemma3_text")
+"""Model types whose norms multiply by 1 + weight."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A target's folder and what it holds; nothing is loaded until asked for."""
@@ -138,7 +142,9 @@ class Target:
 
     @functools.cached_property
     def final_norm_D(self) -> Tensor:
-        return self.find_tensor("final norm", NORM_NAMES)
+        """What the final norm multiplies by."""
+        weight_D = self.find_tensor("final norm", NORM_NAMES)
+        return 1 + weight_D.float() if self.config.model_type in ZERO_CENTRED_NORMS else weight_D
 
     def last_layer(self) -> dict[str, Tensor]:
         """Tensors of the last decoder layer, named as inside that layer."""
@@ -158,10 +164,7 @@ class Target:
         )
         files = [self.path / name for name in names if (self.path / name).is_file()]
         files += sorted({*self.tensor_files.values()})
-        known = _known_hashes()
-        text = "".join(f"{path.name} {known.of(path)}\n" for path in files)
-        known.save()
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hash_files(files)
 
     # ---- the model
 
@@ -173,14 +176,14 @@ class Target:
         return model.to(device).eval().requires_grad_(False)
 
     def resolve_aux_layers(self, asked: list[int] | None) -> list[int]:
-        """Layer ids to capture, ascending; (2, N // 2, N - 3) unless asked otherwise.
+        """Layer ids to capture, ascending; (2, N // 2, N - 3) unless asked otherwise, none for `[]`.
 
         Raises:
             InputError: An id outside 0..N, repeated ids, or a target too shallow for the default.
         """
         count = self.num_layers
         ids = [2, count // 2, count - 3] if asked is None else asked
-        if len(set(ids)) != len(ids) or sorted(ids) != ids or not ids or ids[0] < 0 or ids[-1] > count:
+        if len(set(ids)) != len(ids) or sorted(ids) != ids or any(not 0 <= one <= count for one in ids):
             origin = "the default for this depth" if asked is None else "capture.aux_layers"
             raise InputError(
                 f"capture.aux_layers={ids} ({origin}): give distinct ascending ids from 0 to {count}; "
@@ -361,6 +364,14 @@ BUILTIN: dict[str, Callable[[Path], None]] = {
 
 
 # ---- file hashes -----------------------------------------------------------------------------------------
+
+
+def hash_files(files: list[Path]) -> str:
+    """Hash of the files' names and contents."""
+    known = _known_hashes()
+    text = "".join(f"{path.name} {known.of(path)}\n" for path in files)
+    known.save()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _known_hashes:  # noqa: N801

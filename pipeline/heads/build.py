@@ -9,9 +9,10 @@ from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.files import read_json
 from drafthead.pipeline.heads.base import FrozenTarget, Head
 from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
-from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions
-from drafthead.pipeline.heads.mtp import MTP, MTPOptions
-from drafthead.pipeline.recipe import HeadConfig
+from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions, check_lm_heads
+from drafthead.pipeline.heads.mtp import MTP, MTPOptions, check_vocab
+from drafthead.pipeline.heads.mtp_layouts import resolve_layout
+from drafthead.pipeline.recipe import HeadConfig, MedusaConfig, MTPConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
 
@@ -31,6 +32,19 @@ def build_frozen_target(target: Target, vocab: DraftVocab) -> FrozenTarget:
         vocab.target_ids(),
         float(target.config.rms_norm_eps),
     )
+
+
+def check_target(config: HeadConfig, draft_vocab: int, target: Target) -> None:
+    """Refuse, before any work, a target that such a head cannot be made or served for.
+
+    Raises:
+        InputError: See `check_lm_heads`, `resolve_layout` and `check_vocab`.
+    """
+    if isinstance(config, MedusaConfig):
+        check_lm_heads(config, draft_vocab, target.vocab_size)
+    if isinstance(config, MTPConfig):
+        resolve_layout(config.layout, target)
+        check_vocab(draft_vocab, target.vocab_size)
 
 
 def build_head(config: HeadConfig, target: Target, frozen: FrozenTarget, num_aux: int, seed: int) -> Head:

@@ -78,14 +78,10 @@ class Medusa(Head):
         """New heads that all draft the target's own next token again.
 
         Raises:
-            InputError: Separate lm_heads over a part of the vocabulary, which vLLM cannot serve.
+            InputError: See `check_lm_heads`.
         """
         size = len(frozen.target_ids_U)
-        if not config.shared_lm_head and size != target.vocab_size:
-            raise InputError(
-                f"head.shared_lm_head=false with a draft vocabulary of {size}: vLLM serves separate lm_heads over the "
-                f"full vocabulary only; set draft_vocab.size={target.vocab_size} or head.shared_lm_head=true"
-            )
+        check_lm_heads(config, size, target.vocab_size)
         options = MedusaOptions(
             num_heads=config.num_heads,
             num_layers=config.num_layers,
@@ -132,6 +128,19 @@ class Medusa(Head):
         """
         if k > self.options.num_heads:
             raise InputError(f"k={k}: this Medusa head drafts at most head.num_heads={self.options.num_heads} tokens")
+
+
+def check_lm_heads(config: MedusaConfig, draft_vocab: int, vocab_size: int) -> None:
+    """Refuse separate lm_heads over a part of the vocabulary, which vLLM cannot serve.
+
+    Raises:
+        InputError: Naming the two settings that do not go together.
+    """
+    if not config.shared_lm_head and draft_vocab != vocab_size:
+        raise InputError(
+            f"head.shared_lm_head=false with a draft vocabulary of {draft_vocab}: vLLM serves separate lm_heads over "
+            f"the full vocabulary only; set draft_vocab.size={vocab_size} or head.shared_lm_head=true"
+        )
 
 
 class MedusaDrafter:
