@@ -20,6 +20,8 @@ from drafthead.data.encoding import (
 )
 from drafthead.data.files import read_jsonl, write_json
 from drafthead.data.template import Template
+from drafthead.pipeline.heads.warm_start import kept_vocab
+from drafthead.pipeline.recipe import DEFAULT_DRAFT_VOCAB
 from drafthead.pipeline.respond import SPLITS, Dialogue, read_prompts
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
@@ -91,16 +93,20 @@ def _encode_answers(run: Run, template: Template, split: str, counts: EncodeRepo
 
 
 def make_draft_vocab(run: Run) -> dict[str, Any]:
-    """Write `draft_vocab.safetensors`, from counts over the supervised training tokens."""
+    """Write `draft_vocab.safetensors`: counted over the supervised training tokens, or kept by a warm start."""
     folder = run.folder("draft-vocab")
-    size = run.recipe.draft_vocab.size
     tokenizer = run.target.tokenizer
     encoded = run.input("encode")
     counts_V = count_supervised(read_rows(encoded / "train.parquet"), run.target.vocab_size)
     special = special_ids(tokenizer)
     always = sorted({*special, *run.target.end_of_turn_ids})
-    vocab = build(counts_V, size, len(tokenizer), always, single_byte_ids(tokenizer))
-    vocab.check(tokenizer_size=len(tokenizer), always=always)
+    vocab = kept_vocab(run.recipe, run.target)
+    if vocab is None:
+        size = run.recipe.draft_vocab.size or DEFAULT_DRAFT_VOCAB
+        vocab = build(counts_V, size, len(tokenizer), always, single_byte_ids(tokenizer))
+        vocab.check(tokenizer_size=len(tokenizer), always=always)
+    else:  # what a published head cannot draft it cannot learn
+        vocab.check(tokenizer_size=len(tokenizer), always=())
     vocab.save(folder / "draft_vocab.safetensors")
     heldout = read_rows(encoded / "heldout.parquet")
     by_domain: dict[str, list[Row]] = defaultdict(list)

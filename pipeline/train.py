@@ -33,11 +33,12 @@ from drafthead.data.files import read_partial_jsonl, write_atomically, write_jso
 from drafthead.data.shards import Store
 from drafthead.eval.acceptance import RequestRounds, summarize, walk
 from drafthead.pipeline.checkpoint import load_newest, save_checkpoint
-from drafthead.pipeline.cores import side_by_side
+from drafthead.pipeline.cores import fastest_dtype, side_by_side
 from drafthead.pipeline.export.folder import initial_digests
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
-from drafthead.pipeline.launch import build_ops, full_weights, launch_command, loss_scale, make_accelerator
+from drafthead.pipeline.heads.warm_start import load_warm_start
+from drafthead.pipeline.launch import Precision, build_ops, full_weights, launch_command, loss_scale, make_accelerator
 from drafthead.pipeline.optim import build_optimizer, learning_rate
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe, TrainConfig
@@ -176,16 +177,22 @@ def work(run: Run) -> None:
     recipe, settings = run.recipe, run.recipe.train
     folder = run.folder("train")
     folder.mkdir(parents=True, exist_ok=True)
+    precision = resolve_precision(recipe)
     accelerator = make_accelerator(
         recipe.run.launch,
-        precision=settings.precision,
+        precision=precision,
         accumulation=settings.accumulation,
         max_grad_norm=settings.max_grad_norm,
     )
     inputs = Inputs.open(run)
     inputs.frozen.to(accelerator.device)
+    if precision == "fp32":
+        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()  # once, instead of at every step
     layer_ids = inputs.store.info.layer_ids
     head = build_head(recipe.head, run.target, inputs.frozen, len(layer_ids), recipe.run.seed)
+    head.calibrate(inputs.store.get(inputs.rows[0].key)[1], inputs.frozen)
+    if settings.init_from is not None:
+        load_warm_start(head, recipe, run.target, inputs.frozen)
     description = {
         **describe_head(head, layer_ids),
         "initial_digests": initial_digests(head.state_dict()),
@@ -196,7 +203,7 @@ def work(run: Run) -> None:
     ranks = accelerator.num_processes
     steps = plan_steps(lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens)
     if accelerator.is_main_process:
-        _print_plan(accelerator, head, inputs, lengths, len(steps), recipe)
+        _print_plan(accelerator, head, inputs, lengths, len(steps), recipe, precision)
 
     model, optimizer = accelerator.prepare(head, build_optimizer(head, settings))
     state = load_newest(accelerator, folder / "checkpoints") or {"step": 0, "tokens": 0}
@@ -215,6 +222,13 @@ def work(run: Run) -> None:
             metrics.log({f"heldout/{name}": value for name, value in flat_walk(final).items()}, len(steps))
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def resolve_precision(recipe: Recipe) -> Precision:
+    """`train.precision`; ranks that each timed their products could disagree, so `auto` is bf16 for several."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "fp32" if recipe.run.launch == "single" and fastest_dtype() == "float32" else "bf16"
 
 
 @dataclass
@@ -440,13 +454,14 @@ def _print_plan(
     lengths: list[int],
     num_steps: int,
     recipe: Recipe,
+    precision: Precision,
 ) -> None:
     trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     slots = sum(supervised_slots(row) for row in inputs.rows)
     print(
         f"train: {trainable / 1e6:.1f} M parameters, {len(lengths):,} rows, {sum(lengths):,} tokens "
         f"({slots:,} supervised slots), {num_steps:,} steps = {recipe.train.tokens / sum(lengths):.1f} epochs on "
-        f"{accelerator.num_processes} x {accelerator.device} ({recipe.train.precision}, launch {recipe.run.launch})",
+        f"{accelerator.num_processes} x {accelerator.device} ({precision}, launch {recipe.run.launch})",
         file=sys.stderr,
     )
 

@@ -10,7 +10,7 @@ Shapes: U draft vocabulary, V target vocabulary.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
 from drafthead.pipeline.export.rope import attention_scaling, inverse_frequencies, rope_of, text_config
 from drafthead.pipeline.heads.base import FrozenTarget, Head
+from drafthead.pipeline.heads.mtp_layouts import FAMILIES, LAYOUTS, MIMO, resolve_layout
 from drafthead.pipeline.recipe import DEFAULT_DRAFT_VOCAB, Recipe
 from drafthead.pipeline.target import Target, hash_files
 from torch import Tensor
@@ -117,8 +118,8 @@ class Checkpoint:
 class Published:
     """How one kind of head lies in published folders."""
 
-    rename: Callable[[Checkpoint, str], str | None]
-    """Name in the folder -> name in the head; None for what is no part of the head."""
+    tensors: Callable[[Checkpoint, Target], Mapping[str, Tensor]]
+    """What the folder holds of the head, by the head's own names."""
     settings: Callable[[Checkpoint, Target], dict[str, Any]]
     """Recipe fields that the folder's config decides."""
     vocab: Callable[[Checkpoint, Target], DraftVocab]
@@ -177,7 +178,7 @@ def _rename_medusa(checkpoint: Checkpoint, name: str) -> str | None:
 
 def _medusa_settings(checkpoint: Checkpoint, target: Target) -> dict[str, Any]:
     """As the tensors say; the config's count of heads is what vLLM overwrites."""
-    names = [name for name, _ in _sources(checkpoint, "medusa")]
+    names = [own for name in checkpoint.names if (own := _rename_medusa(checkpoint, name))]
     parts = [name.split(".") for name in names if name.startswith("blocks.")]
     return {
         "head.num_heads": len({part[1] for part in parts}),
@@ -193,19 +194,50 @@ def _medusa_vocab(checkpoint: Checkpoint, target: Target) -> DraftVocab:
     return _vocab(checkpoint, target, d2t)
 
 
+# ---- MTP -------------------------------------------------------------------------------------------------
+
+SPECULATORS_MTP = ("qwen3_5", "qwen3_next")
+"""Layouts that speculators trains (models/mtp/model_definitions.py); it names their parts as MiMo does."""
+
+
+def _mtp_tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
+    """The layer out of a checkpoint of the whole target, or alone as speculators writes it."""
+    family = resolve_layout("auto", target)
+    kind = checkpoint.config.get("model_type")
+    theirs = "mimo" if kind == "mimo" else FAMILIES.get(str(kind))
+    if theirs != family:
+        raise _refusal(checkpoint, f"model_type {kind!r} there, whose MTP layer is not {family}'s, as the target's is")
+    if checkpoint.speculators_type is None:
+        layout, prefix = LAYOUTS[family], ""
+    elif family in SPECULATORS_MTP:
+        layout, prefix = MIMO, "model."
+    else:
+        raise _refusal(checkpoint, f"speculators knows no MTP layer of {family}'s arithmetic, as the target's is")
+    start = layout.prefix.format(layer=target.num_layers)
+    names = {f"{prefix}{name}": name for name in checkpoint.names if f"{prefix}{name}".startswith(start)}
+    tensors = {name: checkpoint.tensor(stored) for name, stored in names.items()}
+    return layout.from_checkpoint(tensors, target.num_layers)
+
+
 PUBLISHED: dict[str, Published] = {
     "eagle3": Published(
-        rename=_rename_eagle3,
+        tensors=lambda checkpoint, target: _renamed(checkpoint, _rename_eagle3),
         settings=_eagle3_settings,
         vocab=_eagle3_vocab,
         speculators_types=("eagle3",),
     ),
     "medusa": Published(
-        rename=_rename_medusa,
+        tensors=lambda checkpoint, target: _renamed(checkpoint, _rename_medusa),
         settings=_medusa_settings,
         vocab=_medusa_vocab,
         sizes=("vocab_size", "hidden_size"),
         has_rope=False,
+    ),
+    "mtp": Published(
+        tensors=_mtp_tensors,
+        settings=lambda checkpoint, target: {},
+        vocab=lambda checkpoint, target: _vocab(checkpoint, target, None),
+        speculators_types=("mtp",),
     ),
 }
 """By `head.type`."""
@@ -322,7 +354,7 @@ def _brief(rope: dict[str, Any]) -> str:
 # ---- the tensors -----------------------------------------------------------------------------------------
 
 
-def load_warm_start(head: Head, recipe: Recipe, frozen: FrozenTarget) -> None:
+def load_warm_start(head: Head, recipe: Recipe, target: Target, frozen: FrozenTarget) -> None:
     """Overwrite a new head's tensors with those of the folder that the recipe starts from.
 
     Parameters that are not trained take the folder's tensors as they are stored. A folder without an lm_head gives the
@@ -333,30 +365,27 @@ def load_warm_start(head: Head, recipe: Recipe, frozen: FrozenTarget) -> None:
     """
     assert recipe.train.init_from is not None
     checkpoint = Checkpoint.open(recipe.train.init_from)
-    state = dict(head.named_parameters())
-    source = dict(_sources(checkpoint, head.kind))
-    for name in sorted(source.keys() - state.keys()):
-        raise _refusal(checkpoint, f"{source[name]}: the recipe's {head.kind} head has no such tensor")
-    for name in sorted(state.keys() - source.keys() - {LM_HEAD}):
+    state, parameters = head.state_dict(), dict(head.named_parameters())
+    found = {LM_HEAD: frozen.lm_head_UD} if LM_HEAD in state else {}
+    found |= PUBLISHED[head.kind].tensors(checkpoint, target)
+    for name in sorted(found.keys() - state.keys()):
+        # a Llama target's layer is written with the biases of a Qwen2, all zero
+        if not name.endswith(".bias") or found.pop(name).any():
+            raise _refusal(checkpoint, f"{name}: the recipe's {head.kind} head has no such tensor")
+    for name in sorted(state.keys() - found.keys()):
         raise _refusal(checkpoint, f"{name}: no such tensor in it, and the recipe's {head.kind} head needs one")
-    with torch.no_grad():
-        for name, parameter in state.items():
-            tensor = checkpoint.tensor(source[name]) if name in source else frozen.lm_head_UD
-            if tensor.shape != parameter.shape:
-                shapes = f"{list(tensor.shape)} there and {list(parameter.shape)} in the recipe's head"
-                raise _refusal(checkpoint, f"{name}: shape {shapes}")
-            if parameter.requires_grad:
-                parameter.copy_(tensor)
-            else:
-                parameter.data = tensor.clone()
+    for name, tensor in found.items():
+        if tensor.shape != state[name].shape:
+            shapes = f"{list(tensor.shape)} there and {list(state[name].shape)} in the recipe's head"
+            raise _refusal(checkpoint, f"{name}: shape {shapes}")
+        if name in parameters and not parameters[name].requires_grad:
+            parameters[name].data = tensor.clone()
+        else:
+            state[name].copy_(tensor)
 
 
-def _sources(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, str]]:
-    """Name in the head and name in the folder."""
-    for name in checkpoint.names:
-        own = PUBLISHED[kind].rename(checkpoint, name)
-        if own is not None:
-            yield own, name
+def _renamed(checkpoint: Checkpoint, rename: Callable[[Checkpoint, str], str | None]) -> dict[str, Tensor]:
+    return {own: checkpoint.tensor(name) for name in checkpoint.names if (own := rename(checkpoint, name))}
 
 
 def _refusal(checkpoint: Checkpoint, message: str) -> InputError:

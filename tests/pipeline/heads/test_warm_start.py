@@ -11,15 +11,18 @@ import torch
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import InputError
 from drafthead.pipeline.export.eagle3 import HeadOptions, export_head
-from drafthead.pipeline.export.folder import initial_digests
-from drafthead.pipeline.heads.base import Head
+from drafthead.pipeline.export.folder import TrainedHead, initial_digests
+from drafthead.pipeline.export.mtp import write_mtp
+from drafthead.pipeline.heads.base import FrozenTarget, Head
 from drafthead.pipeline.heads.build import build_frozen_target, build_head
+from drafthead.pipeline.heads.mtp import MTP, MTPOptions
 from drafthead.pipeline.heads.warm_start import check_warm_start, kept_vocab, load_warm_start, warm_start_hash
 from drafthead.pipeline.recipe import Recipe, load_recipe
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3_5TextConfig
 
 U, AUX = 64, [1, 4, 6]
 RECIPE = ("capture.aux_layers=[1,4,6]", "draft_vocab.size=null")
@@ -32,8 +35,8 @@ def target(tiny_target: Path) -> Target:
     return Target(tiny_target)
 
 
-def every_eighth(target: Target) -> DraftVocab:
-    ids = torch.arange(U) * (target.vocab_size // U) + 3
+def every_seventh(target: Target) -> DraftVocab:
+    ids = torch.arange(U) * 7 + 3
     t2d = torch.zeros(target.vocab_size, dtype=torch.bool)
     t2d[ids] = True
     return DraftVocab(ids - torch.arange(U), t2d)
@@ -53,7 +56,7 @@ def random_state(recipe: Recipe, target: Target, vocab: DraftVocab) -> Tensors:
 
 def published(folder: Path, target: Target, *overrides: str) -> tuple[Path, Tensors]:
     """An export of ours, and the tensors of its head."""
-    recipe, vocab = load_recipe("smoke/eagle3", [*RECIPE, *overrides]), every_eighth(target)
+    recipe, vocab = load_recipe("smoke/eagle3", [*RECIPE, *overrides]), every_seventh(target)
     state = random_state(recipe, target, vocab)
     norms = {name: getattr(recipe.head, name) for name in HeadOptions(aux_layer_ids=()).norms()}
     export_head(
@@ -116,7 +119,7 @@ def started(folder: Path, target: Target, *overrides: str) -> tuple[Head, DraftV
     vocab = kept_vocab(recipe, target)
     assert vocab is not None
     head = new_head(recipe, target, vocab)
-    load_warm_start(head, recipe, build_frozen_target(target, vocab))
+    load_warm_start(head, recipe, target, build_frozen_target(target, vocab))
     return head, vocab
 
 
@@ -135,27 +138,27 @@ def assert_is(head: Head, vocab: DraftVocab, state: Tensors, expected: DraftVoca
 @pytest.mark.parametrize("norms", [(), ("head.norm_before_fc=true", "head.fc_norm=true", "head.norm_output=true")])
 def test_our_export_gives_its_tensors_and_its_map(norms: tuple[str, ...], target: Target, tmp_path: Path) -> None:
     folder, state = published(tmp_path / "head", target, *norms)
-    assert_is(*started(folder, target, *norms), state, every_eighth(target))
+    assert_is(*started(folder, target, *norms), state, every_seventh(target))
 
 
 def test_names_with_prefixes(target: Target, tmp_path: Path) -> None:
     folder, state = published(tmp_path / "head", target)
     rewrite(folder, tensors=lambda held: {f"model.{name}": one for name, one in speculators_names(held).items()})
-    assert_is(*started(folder, target), state, every_eighth(target))
+    assert_is(*started(folder, target), state, every_seventh(target))
 
 
 def test_a_pickled_checkpoint(target: Target, tmp_path: Path) -> None:
     folder, state = published(tmp_path / "head", target)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert_is(*started(folder, target), state, every_eighth(target))
+    assert_is(*started(folder, target), state, every_seventh(target))
 
 
 def test_speculators_layout_and_its_other_default(target: Target, tmp_path: Path) -> None:
     norm = "head.norm_before_residual=true"
     folder, state = published(tmp_path / "head", target, norm)
     rewrite(folder, as_speculators, speculators_names)
-    assert_is(*started(folder, target, norm), state, every_eighth(target))
+    assert_is(*started(folder, target, norm), state, every_seventh(target))
     with pytest.raises(InputError, match=r"head\.norm_before_residual is true there and false in the recipe"):
         started(folder, target)
 
@@ -211,7 +214,7 @@ DIFFERENCES: dict[str, tuple[Any, Any, tuple[str, ...], str]] = {
         None,
         lambda held: {**held, "d2t": held["d2t"] + 100},
         (),
-        r"its vocabulary map runs from 103 to 607, the target has 512 tokens",
+        r"its vocabulary map runs from 103 to 544, the target has 512 tokens",
     ),
     "map without lm_head": (None, without("lm_head.weight"), (), r"no lm_head\.weight in it"),
     "other kind": (setting(speculators_model_type="peagle", transformer_layer_config={}), None, (), "'peagle' there"),
@@ -259,7 +262,7 @@ def test_a_folder_that_is_no_head(damage: str, said: str, target: Target, tmp_pa
 
 def medusa_folder(folder: Path, target: Target, names: Callable[[str], str], *overrides: str) -> tuple[Path, Tensors]:
     recipe = load_recipe("smoke/eagle3", [f"head={{type: medusa, {', '.join(overrides)}}}", "capture.aux_layers=[]"])
-    vocab = every_eighth(target) if recipe.head.type == "medusa" and recipe.head.shared_lm_head else whole(target)
+    vocab = every_seventh(target) if recipe.head.type == "medusa" and recipe.head.shared_lm_head else whole(target)
     state = random_state(recipe, target, vocab)
     folder.mkdir()
     tensors = {names(name): tensor for name, tensor in state.items()}
@@ -286,7 +289,7 @@ def test_medusa_with_a_shared_lm_head_and_a_token_map(target: Target, tmp_path: 
     folder, state = medusa_folder(tmp_path / "m", target, lambda name: name, *said)
     overrides = (f"head={{type: medusa, {', '.join(said)}}}", "capture.aux_layers=[]")
     head, vocab = started(folder, target, *overrides)
-    assert_is(head, vocab, state, every_eighth(target))
+    assert_is(head, vocab, state, every_seventh(target))
     with pytest.raises(InputError, match=r"head\.num_layers is 2 there and 1 in the recipe"):
         started(folder, target, "head={type: medusa}", "capture.aux_layers=[]")
 
@@ -296,6 +299,74 @@ def test_medusa_under_its_first_names(target: Target, tmp_path: Path) -> None:
     folder, state = medusa_folder(tmp_path / "m", target, first_names, *said)
     overrides = (f"head={{type: medusa, {', '.join(said)}}}", "capture.aux_layers=[]")
     assert_is(*started(folder, target, *overrides), state, whole(target))
+
+
+# ---- MTP
+
+WHOLE = ("capture.aux_layers=[]", "draft_vocab.size=512")
+
+
+def test_mtp_out_of_a_stitched_checkpoint(target: Target, tmp_path: Path) -> None:
+    """The zero biases that a Llama target's layer is written with are no part of the head."""
+    recipe = load_recipe("smoke/mtp", WHOLE)
+    state = random_state(recipe, target, whole(target)) | {"lm_head.weight": target.lm_head_VD}
+    description = {
+        "options": {"layout": "mimo", "draft_vocab_size": 512, "qkv_bias": False},
+        "initial_digests": initial_digests(state),
+        "trained_length": 8,
+        "inv_freq": [],
+    }
+    head = TrainedHead(state=state, description=description, target=target, vocab=whole(target), k=3, dtype="float32")
+    write_mtp(tmp_path / "stitched", head)
+    recipe = load_recipe("smoke/mtp", [*WHOLE, f"train.init_from={tmp_path / 'stitched'}"])
+    check_warm_start(recipe, target)
+    again = new_head(recipe, target, whole(target))
+    load_warm_start(again, recipe, target, build_frozen_target(target, whole(target)))
+    assert_is(again, whole(target), state, whole(target))
+
+
+def test_mtp_as_speculators_spells_it(tmp_path: Path) -> None:
+    layer = Qwen3_5TextConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        layer_types=["full_attention"] * 4,
+    )
+    layer.save_pretrained(tmp_path / "target")
+    options = MTPOptions(layout="qwen3_5", draft_vocab_size=32)
+    saved, head = MTP(layer, options), MTP(layer, options)
+    names = {"token_norm.": "token_layernorm.", "hidden_norm.": "hidden_layernorm.", "fc.": "input_proj."}
+    names |= {"final_norm.": "final_layernorm.", "layer.": ""}
+    held = {}
+    for name, tensor in saved.state_dict().items():
+        for ours, theirs in names.items():
+            if name.startswith(ours):
+                held[f"mtp_layers.0.{theirs}{name.removeprefix(ours)}"] = torch.randn_like(tensor)
+    (tmp_path / "head").mkdir()
+    save_file(held, tmp_path / "head" / "model.safetensors")
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": layer.to_dict()}
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    recipe = load_recipe("smoke/mtp", [f"train.init_from={tmp_path / 'head'}"])
+    rows = torch.randn(32, 16)
+    frozen = FrozenTarget(rows, torch.ones(16), rows, torch.arange(32), 1e-6)
+    load_warm_start(head, recipe, Target(tmp_path / "target"), frozen)
+    assert torch.equal(head.fc.weight, held["mtp_layers.0.input_proj.weight"])
+    assert torch.equal(head.layer.mlp.up_proj.weight, held["mtp_layers.0.mlp.up_proj.weight"])
+    assert torch.equal(head.final_norm.weight, held["mtp_layers.0.final_layernorm.weight"])
+    assert torch.equal(head.lm_head.weight, rows)
+
+
+def test_mtp_of_another_family(target: Target, tmp_path: Path) -> None:
+    folder, _ = published(tmp_path / "head", target)
+    rewrite(folder, setting(model_type="deepseek_v3"))
+    recipe = load_recipe("smoke/mtp", [*WHOLE, f"train.init_from={folder}"])
+    head = new_head(load_recipe("smoke/mtp", WHOLE), target, whole(target))
+    with pytest.raises(InputError, match=r"model_type 'deepseek_v3' there, whose MTP layer is not mimo's"):
+        load_warm_start(head, recipe, target, build_frozen_target(target, whole(target)))
 
 
 # ---- in a run
@@ -309,7 +380,7 @@ def test_the_stage_keeps_the_map_and_its_key_holds_the_folder(tiny_run: Run, mak
     assert run.run_stage("draft-vocab")
     assert run.report("draft-vocab")["size"] == U
     kept = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
-    assert torch.equal(kept.d2t, every_eighth(tiny_run.target).d2t)
+    assert torch.equal(kept.d2t, every_seventh(tiny_run.target).d2t)
     before = warm_start_hash(run.recipe)
     rewrite(folder, tensors=lambda held: {**held, "d2t": held["d2t"] + 1})
     assert warm_start_hash(run.recipe) != before
