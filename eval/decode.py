@@ -1,14 +1,19 @@
 """The speculative loop: draft, verify in one target pass, keep what is right, roll both caches back.
 
 Batched over requests of different lengths. Rounds are counted as vLLM 0.32 counts them: accepted drafts before the
-answer is trimmed at its end (v1/core/sched/scheduler.py), and no round for the token that the prefill gives.
+answer is trimmed at its end (v1/core/sched/scheduler.py), and no round for the token that the prefill gives. What
+happens inside a round is that of a chain here, that of a tree in `tree_decode.py`.
+
+Shapes: B requests, Q tokens of a round at most, K draft tokens, V target vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from drafthead.eval.protocols import Drafter, TargetModel
+from drafthead.data.errors import InputError
+from drafthead.eval.protocols import Drafter, TargetModel, TargetPass
+from drafthead.eval.typical import Typical, accept_typical
 from drafthead.kernels.verify_greedy.op import verify_greedy
 from drafthead.kernels.verify_sampling.inputs import Sampling
 from drafthead.kernels.verify_sampling.op import verify_sampling
@@ -37,6 +42,33 @@ class DecodeOptions:
     temperature: float = 0.0
     seed: int = 0
     """Request number i samples with seed + i; the same numbers whatever else is decoded with it."""
+    typical: Typical | None = None
+    """Accept by this rule instead of losslessly."""
+
+    def __post_init__(self) -> None:
+        if self.typical is not None and self.temperature == 0:
+            raise InputError("eval.typical: typical acceptance is a rule for sampling; give a temperature above 0")
+
+    def sampling(self, seed_B: Tensor, position_B: Tensor) -> Sampling:
+        """How each request samples in a round whose first new token has index `position_B`."""
+        temperature_B = torch.full((len(seed_B),), self.temperature, device=seed_B.device)
+        return Sampling(temperature_B=temperature_B, seed_B=seed_B, position_B=position_B)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one target pass gave."""
+
+    accepted_B: Tensor
+    new_BQ: Tensor
+    """The accepted tokens, then the target's own; -1 behind."""
+    states: TargetPass
+    """The target's states of the token before the drafts and of the accepted ones, anything behind."""
+    position_BQ: Tensor
+
+
+OneRound = Callable[[Tensor, Tensor, Tensor], Round]
+"""Takes of each request [B] its newest token, the number of tokens before that, and its seed."""
 
 
 def decode(
@@ -58,8 +90,29 @@ def decode(
         on_progress: Told how many requests finished, as they do.
     """
     k = k if drafter is not None else 0
+
+    def chain_round(token_B: Tensor, known_B: Tensor, seed_B: Tensor) -> Round:
+        draft_BK = drafter.draft(k) if drafter is not None else token_B.new_empty(len(token_B), 0)
+        position_BQ = known_B[:, None] + torch.arange(k + 1, device=token_B.device)
+        result = target.step(torch.cat([token_B[:, None], draft_BK], 1), position_BQ)
+        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, options, seed_B, known_B + 1)
+        return Round(accepted_B=accepted_B, new_BQ=new_BQ, states=result, position_BQ=position_BQ)
+
+    return run_rounds(target, drafter, chain_round, k, prompts, options, on_progress)
+
+
+def run_rounds(
+    target: TargetModel,
+    drafter: Drafter | None,
+    one_round: OneRound,
+    depth: int,
+    prompts: list[list[int]],
+    options: DecodeOptions,
+    on_progress: OnProgress,
+) -> list[Answer]:
+    """Prefill, then rounds until every answer has ended; a round keeps at most `depth` draft tokens."""
     answers = [Answer() for _ in prompts]
-    max_length = max(len(ids) for ids in prompts) + options.max_new_tokens + k + 1
+    max_length = max(len(ids) for ids in prompts) + options.max_new_tokens + depth + 1
     first = target.start(prompts, max_length)
     device = first.logits_BQV.device
     active = list(range(len(prompts)))
@@ -85,17 +138,14 @@ def decode(
             if drafter is not None:
                 drafter.select(rows)
             token_B, known_B, seed_B = token_B[rows], known_B[rows], seed_B[rows]
-        draft_BK = drafter.draft(k) if drafter is not None else token_B.new_empty(len(active), 0)
-        position_BQ = known_B[:, None] + torch.arange(k + 1, device=device)
-        result = target.step(torch.cat([token_B[:, None], draft_BK], 1), position_BQ)
-        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, options, seed_B, known_B + 1)
+        done = one_round(token_B, known_B, seed_B)
         if drafter is not None:
-            for request, count in zip(active, accepted_B.tolist(), strict=True):
+            for request, count in zip(active, done.accepted_B.tolist(), strict=True):
                 answers[request].accepted.append(count)
-            drafter.observe(new_BQ.clamp_min(0), result, position_BQ, accepted_B + 1)
-        token_B = new_BQ.gather(1, accepted_B[:, None])[:, 0]
-        known_B = known_B + accepted_B + 1
-        keep = _extend(answers, active, new_BQ, options)
+            drafter.observe(done.new_BQ.clamp_min(0), done.states, done.position_BQ, done.accepted_B + 1)
+        token_B = done.new_BQ.gather(1, done.accepted_B[:, None])[:, 0]
+        known_B = known_B + done.accepted_B + 1
+        keep = _extend(answers, active, done.new_BQ, options)
 
 
 def _verify(
@@ -105,9 +155,12 @@ def _verify(
     num_draft_B = torch.full((len(draft_BK),), draft_BK.shape[1], device=draft_BK.device)
     if options.temperature == 0:
         accepted_B, new_BQ, _ = verify_greedy(logits_BQV, draft_BK, num_draft_B)
+        return accepted_B, new_BQ
+    sampling = options.sampling(seed_B, position_B)
+    if options.typical is not None:
+        parent_BK = (torch.arange(draft_BK.shape[1], device=draft_BK.device) - 1).expand_as(draft_BK)
+        accepted_B, new_BQ, _ = accept_typical(logits_BQV, draft_BK, parent_BK, sampling, options.typical)
     else:
-        temperature_B = torch.full((len(draft_BK),), options.temperature, device=draft_BK.device)
-        sampling = Sampling(temperature_B=temperature_B, seed_B=seed_B, position_B=position_B)
         accepted_B, new_BQ, _ = verify_sampling(logits_BQV, draft_BK, num_draft_B, sampling)
     return accepted_B, new_BQ
 

@@ -1,4 +1,7 @@
-"""A target in transformers for the speculative loop, with a cache that is indexed by position."""
+"""A target in transformers for the speculative loop, with a cache that is indexed by position.
+
+Shapes: B requests, Q new tokens of a pass, M rows of a draft tree, G kv heads, L cache slots, P head dim.
+"""
 
 from typing import Any
 
@@ -6,18 +9,21 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.states import StateRecorder
+from drafthead.eval.tree_pass import TreeCaches, tree_attention_in
+from drafthead.kernels.verify_tree.structure import tree_depth
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class PositionedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed
-    """Keys and values [B, G, L, P] written at given positions of each request."""
+    """Keys and values [B, G, L, P] written at given positions of each request; those of a tree pass beside them."""
 
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
         self.position_BQ = torch.empty(0)
         self.used = 0
+        self.in_tree = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, groups, _, _ = key_states.shape
@@ -26,14 +32,28 @@ class PositionedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.in_tree:
+            self.tree = key_states, value_states
+            return self.tree
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.position_BQ)
         assert self.keys is not None
         assert self.values is not None
-        rows = torch.arange(len(key_states), device=key_states.device)[:, None]
-        self.keys[rows, :, self.position_BQ] = key_states.transpose(1, 2)
-        self.values[rows, :, self.position_BQ] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def keep(self, row_BQ: Tensor, position_BQ: Tensor) -> None:
+        """Write rows of the latest tree pass at their positions."""
+        request_B1 = torch.arange(len(row_BQ), device=row_BQ.device)[:, None]
+        keys_BQGP, values_BQGP = (part.transpose(1, 2)[request_B1, row_BQ] for part in self.tree)
+        self._write(keys_BQGP, values_BQGP, position_BQ)
+
+    def _write(self, keys_BQGP: Tensor, values_BQGP: Tensor, position_BQ: Tensor) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        request_B1 = torch.arange(len(position_BQ), device=position_BQ.device)[:, None]
+        self.keys[request_B1, :, position_BQ] = keys_BQGP
+        self.values[request_B1, :, position_BQ] = values_BQGP
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.used, 0
@@ -46,7 +66,7 @@ class PositionedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is
 
 
 class HFTarget:
-    """Implements `protocols.TargetModel` for a causal language model with full attention.
+    """Implements `protocols.TreeTarget` for a causal language model with full attention.
 
     Raises:
         InputError: A layer of the model does not use full attention.
@@ -83,18 +103,41 @@ class HFTarget:
             assert layer.values is not None
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
+    def step_tree(self, tokens_BM: Tensor, known_B: Tensor, visible_BMM: Tensor) -> TargetPass:
+        for layer in self.layers:
+            layer.in_tree = True
+        position_BM = known_B[:, None] + tree_depth(visible_BMM)
+        caches = TreeCaches(layers=self.layers, length_B=known_B)
+        try:
+            with tree_attention_in(self.model, self.recorder.decoder):
+                return self._forward(tokens_BM, position_BM, visible_BMM[:, None], tree_caches=caches)
+        finally:
+            for layer in self.layers:
+                layer.in_tree = False
+
+    def keep_path(self, row_BQ: Tensor, position_BQ: Tensor) -> None:
+        with torch.inference_mode():
+            for layer in self.layers:
+                layer.keep(row_BQ, position_BQ)
+
     def _run(self, tokens_BQ: Tensor, position_BQ: Tensor, keep_B: Tensor | None) -> TargetPass:
         used = int(position_BQ.max()) + 1
         for layer in self.layers:
             layer.position_BQ, layer.used = position_BQ, used
         visible = torch.arange(used, device=tokens_BQ.device) <= position_BQ[..., None]
+        return self._forward(tokens_BQ, position_BQ, visible[:, None], keep_B)
+
+    def _forward(
+        self, tokens_BQ: Tensor, position_BQ: Tensor, mask: Tensor, keep_B: Tensor | None = None, **kwargs: Any
+    ) -> TargetPass:
         with torch.inference_mode():
             hidden_BQD = self.recorder.decoder(
                 input_ids=tokens_BQ,
                 position_ids=position_BQ,
-                attention_mask=visible[:, None],
+                attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
+                **kwargs,
             ).last_hidden_state
             if keep_B is not None:
                 hidden_BQD = hidden_BQD[torch.arange(len(keep_B)), keep_B][:, None]

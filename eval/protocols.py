@@ -1,6 +1,7 @@
 """What the speculative loop asks of a target and of a drafter.
 
-Shapes: B requests, Q new tokens of a pass, K draft tokens, V target vocabulary, A captured layers, D hidden.
+Shapes: B requests, Q new tokens of a pass, K draft tokens, V target vocabulary, A captured layers, D hidden; N nodes of
+a draft tree, M = N + 1 rows (the root and the nodes), R ranks.
 Both keep their caches indexed by position: writing a position again is the roll-back, and entries behind a query's own
 position are never seen.
 """
@@ -8,6 +9,8 @@ position are never seen.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from drafthead.eval.tree_search import TreeShape
 from torch import Tensor
 
 
@@ -19,6 +22,15 @@ class TargetPass:
     aux_BQAD: Tensor
     last_BQD: Tensor
     """State before the final norm."""
+
+    def states_at(self, row_BQ: Tensor) -> "TargetPass":
+        """The states of some rows of each request, without logits."""
+        request_B1 = torch.arange(len(row_BQ), device=row_BQ.device)[:, None]
+        return TargetPass(
+            logits_BQV=self.logits_BQV[:, :0],
+            aux_BQAD=self.aux_BQAD[request_B1, row_BQ],
+            last_BQD=self.last_BQD[request_B1, row_BQ],
+        )
 
 
 class TargetModel(Protocol):
@@ -32,6 +44,19 @@ class TargetModel(Protocol):
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""
+
+
+class TreeTarget(TargetModel, Protocol):
+    """A target that can run a draft tree in one pass."""
+
+    def step_tree(self, tokens_BM: Tensor, known_B: Tensor, visible_BMM: Tensor) -> TargetPass:
+        """Run the root, at position `known_B`, and its nodes; each row sees the cache and the rows that are visible.
+
+        The cache stays as it is: what was computed for the rows is held beside it until the next pass.
+        """
+
+    def keep_path(self, row_BQ: Tensor, position_BQ: Tensor) -> None:
+        """Write rows of the latest tree pass to the cache at the given positions."""
 
 
 class Drafter(Protocol):
@@ -51,3 +76,20 @@ class Drafter(Protocol):
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""
+
+
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that proposes the nodes of a static tree as well."""
+
+    max_depth: int
+    """Draft steps that it has."""
+
+    def draft_tree(self, shape: TreeShape) -> Tensor:
+        """Token of each node [B, N]: of its draft step, given the path to its parent, the one of the node's rank."""
+
+    def rank_tokens(self, given_BK: Tensor, count: int) -> Tensor:
+        """The most likely tokens of K draft steps, the likeliest first, each step given the tokens of those before it.
+
+        Returns:
+            [B, K, R], R at most `count`. Slots from the last observed one's position on may be overwritten.
+        """

@@ -56,12 +56,12 @@ class StateRecorder:
         """State before the final norm of this thread's latest pass: [B, T, D]."""
         return self._states()[self.last_id]
 
-    def record(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU."""
+    def record(self, rows: list[list[int]], stored: torch.dtype | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU, as `stored`."""
         width = max(len(ids) for ids in rows)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rows])
         aux, last = self.forward(padded.to(next(self.decoder.parameters()).device))
-        aux, last = aux.cpu(), last.cpu()
+        aux, last = aux.to("cpu", stored), last.to("cpu", stored)
         for number, ids in enumerate(rows):
             yield aux[number, : len(ids)].clone(), last[number, : len(ids)].clone()
 

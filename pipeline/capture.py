@@ -19,7 +19,7 @@ from drafthead.data.encoding import Row, read_rows
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.shards import ShardWriter, StoreInfo
 from drafthead.eval.states import StateRecorder
-from drafthead.pipeline.cores import side_by_side
+from drafthead.pipeline.cores import fastest_dtype, side_by_side
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
@@ -53,7 +53,7 @@ def capture(run: Run) -> dict[str, Any]:
     check_disk(folder, tokens * info.bytes_per_token(), what, written)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = target.load(getattr(torch, settings.dtype), device)
+    model = target.load(compute_dtype(settings.dtype), device)
     recorder = StateRecorder(model, layers)
     counts: dict[str, Any] = {"layer_ids": layers, "bytes_per_token": info.bytes_per_token()}
     bad: list[str] = []
@@ -66,7 +66,7 @@ def capture(run: Run) -> dict[str, Any]:
             # the batches of an uninterrupted run, whose padding decides the last bits of the states
             batches = list(length_batches(rows[split], settings.batch_tokens))
             open_batches = [batch for batch in batches if not writer.done.issuperset(row.key for row in batch)]
-            for batch, states in record_all(recorder, open_batches, device):
+            for batch, states in record_all(recorder, open_batches, device, getattr(torch, settings.dtype)):
                 sound: list[tuple[Row, Tensor]] = []
                 for row, (aux, last) in zip(batch, states, strict=True):
                     if row.key in writer.done:
@@ -90,13 +90,22 @@ def capture(run: Run) -> dict[str, Any]:
     return {**counts, "bad": bad}
 
 
+def compute_dtype(stored: str) -> torch.dtype:
+    """What the target computes in: the stored states' type, or float32 on a CPU that multiplies that faster."""
+    faster = stored == "bfloat16" and fastest_dtype() == "float32"
+    found: torch.dtype = torch.float32 if faster else getattr(torch, stored)
+    return found
+
+
 States = list[tuple[Tensor, Tensor]]
 
 
-def record_all(recorder: StateRecorder, batches: list[list[Row]], device: str) -> Iterator[tuple[list[Row], States]]:
+def record_all(
+    recorder: StateRecorder, batches: list[list[Row]], device: str, stored: torch.dtype
+) -> Iterator[tuple[list[Row], States]]:
     """States of the batches, in their order: a batch on each core, or on CUDA one running while another is written."""
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0))) if device == "cpu" else 1
-    record = lambda batch: list(recorder.record([row.input_ids for row in batch]))  # noqa: E731
+    record = lambda batch: list(recorder.record([row.input_ids for row in batch], stored))  # noqa: E731
     with side_by_side(workers) as threads:
         waiting = deque[tuple[list[Row], Future[States]]]()
         for batch in batches:

@@ -101,12 +101,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         stage.add_argument("run_dir", type=Path, metavar="RUN_DIR")
         stage.set_defaults(stage=name)
         if name in ("eval", "serve-check"):
-            stage.add_argument("--prompts", type=Path, help="JSONL with messages, prompt or turns a line")
-            stage.add_argument("--k", type=_positive, help="draft tokens per round")
-            stage.add_argument("--max-new-tokens", type=_positive)
-            stage.add_argument("--limit", type=_positive, help="at most so many prompts, spread over the domains")
+            _add_prompt_options(stage)
         if name == "eval":
             stage.add_argument("--temperature", type=_temperature)
+
+    compare = _add(commands, "compare", "the same prompts through several runs, side by side", run_compare)
+    compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    _add_prompt_options(compare)
+    compare.add_argument("--out", type=Path, metavar="DIR", help="for compare.json and the plot; runs/compare")
 
     preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
@@ -128,6 +130,13 @@ def _add(commands: Any, name: str, text: str, command: Callable[[argparse.Namesp
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(command=command)
     return parser
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=Path, help="JSONL with messages, prompt or turns a line")
+    parser.add_argument("--k", type=_positive, help="draft tokens per round")
+    parser.add_argument("--max-new-tokens", type=_positive)
+    parser.add_argument("--limit", type=_positive, help="at most so many prompts, spread over the domains")
 
 
 def _positive(text: str) -> int:
@@ -240,6 +249,26 @@ def _run_one(run: Any, name: str) -> None:
         print(f"{name}: done in {seconds:.0f} s", file=sys.stderr)
     else:
         print(f"{name}: already there, {run.folder(name)}", file=sys.stderr)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.compare import CompareOptions, compare
+    from drafthead.pipeline.compare_table import render_comparison
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    runs = [open_run(path, STAGES, []) for path in arguments.run_dirs]
+    options = CompareOptions(
+        prompts=arguments.prompts,
+        k=arguments.k,
+        max_new_tokens=arguments.max_new_tokens,
+        limit=arguments.limit,
+    )
+    out = arguments.out or runs[0].path.resolve().parent / "compare"
+    with _output_of_stages_to_stderr():
+        report = compare(runs, options, out)
+    _print(arguments, report, render_comparison(report))
+    return 0
 
 
 def run_preflight(arguments: argparse.Namespace) -> int:

@@ -4,8 +4,14 @@ Small models are chains of small operations: a second core adds little to one ch
 """
 
 import ctypes
+import functools
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": 2**30,
@@ -38,3 +44,33 @@ def side_by_side(tasks: int) -> ThreadPoolExecutor:
     workers = max(1, min(tasks, cores))
     # OpenMP counts threads for each calling thread: the main one keeps all cores
     return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(max(1, cores // workers),))
+
+
+BF16_TRIAL = (512, 576, 2048)
+"""Rows, inner size and columns of the product that is timed."""
+
+
+@functools.cache
+def fastest_dtype() -> Literal["bfloat16", "float32"]:
+    """In which of the two this machine multiplies matrices faster; bfloat16 on CUDA.
+
+    A processor that says it knows bf16 may still take twice as long for it as for fp32 (measured: docs/log.md), so
+    products are timed, for a quarter of a second.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16"
+    rows, inner, columns = BF16_TRIAL
+    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = left.to(dtype), right.to(dtype)
+        best[dtype] = min(_seconds_of_product(a, b) for _ in range(12))
+    return "float32" if best[torch.float32] < 0.9 * best[torch.bfloat16] else "bfloat16"
+
+
+def _seconds_of_product(a: "torch.Tensor", b: "torch.Tensor") -> float:
+    start = time.perf_counter()
+    a @ b
+    return time.perf_counter() - start

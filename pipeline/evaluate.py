@@ -134,7 +134,8 @@ def load_prompts(run: Run, path: Path | None, limit: int | None, max_new_tokens:
 class SpeculativeLoop:
     """Target, head and prompts, batched by length."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, model: Any = None):
+        """`model`: the target in `eval.dtype`, where it is loaded already."""
         settings = run.recipe.eval
         self.batch_size = settings.batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,7 +147,8 @@ class SpeculativeLoop:
         self.head = head.to(getattr(torch, run.recipe.export.dtype)).to(self.device, dtype)
         self.frozen = build_frozen_target(run.target, vocab).to(self.device)
         self.drafter = self.head.drafter(self.frozen)
-        self.target = HFTarget(run.target.load(dtype, self.device), description["aux_layer_ids"])
+        model = run.target.load(dtype, self.device) if model is None else model
+        self.target = HFTarget(model, description["aux_layer_ids"])
         self.end_ids = run.target.end_of_turn_ids
         self.seed = run.recipe.run.seed
 

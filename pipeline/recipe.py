@@ -87,7 +87,8 @@ class PromptsConfig(Section):
 class RespondConfig(Section):
     engine: Annotated[Literal["vllm", "transformers", "off"], BeforeValidator(_off)] = "vllm"
     """`off` takes the answers that the conversations already hold."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """`auto`: bfloat16, but float32 on a CPU that multiplies it faster."""
     temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: Count = 256
     max_model_len: Count = 2048
@@ -113,6 +114,7 @@ class DraftVocabConfig(Section):
 
 class CaptureConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the stored states. The target computes in it, or in float32 on a CPU that multiplies that faster."""
     aux_layers: list[int] | None = None
     """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given. `[]` where only the last state is read
     (Medusa, MTP)."""
@@ -191,7 +193,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_ratio: float = Field(default=0.015, ge=0, lt=1)
     max_grad_norm: float = Field(default=0.5, gt=0)
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of matrix products; weights and moments are fp32. `auto`: bf16, but fp32 on a CPU that multiplies it faster."""
     evaluate_every: Count = 500
     """Optimiser steps between held-out walks."""
     checkpoint_every: Count = 500

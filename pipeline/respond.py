@@ -10,7 +10,7 @@ built-in prompts (`shipped.py`) are not written again.
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from drafthead.data.conversations import Conversation, parse_conversation
@@ -19,7 +19,9 @@ from drafthead.data.files import append_jsonl, read_jsonl, read_partial_jsonl, w
 from drafthead.data.template import Template, TurnError
 from drafthead.eval.engine import Engine, EngineConfig, Request
 from drafthead.eval.hf_engine import TransformersEngine
+from drafthead.pipeline.cores import fastest_dtype
 from drafthead.pipeline.progress import progress
+from drafthead.pipeline.recipe import RespondConfig
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.shipped import ShippedAnswers
 
@@ -64,6 +66,7 @@ def respond(run: Run) -> dict[str, Any]:
     part.unlink(missing_ok=True)
     report = {
         "engine": settings.engine,
+        "dtype": engine_dtype(settings),
         "answers": len(answers),
         "shipped": came_along,
         "tokens": sum(len(row["completion_ids"]) for row in answers),
@@ -82,10 +85,11 @@ def read_prompts(run: Run, split: str) -> list[Conversation]:
 def open_engine(run: Run, seed: int) -> Engine | TransformersEngine:
     """The engine that the recipe asks for."""
     settings = run.recipe.respond
+    dtype = engine_dtype(settings)
     if settings.engine == "vllm":
         config = EngineConfig(
             model=str(run.target.path),
-            dtype=settings.dtype,
+            dtype=dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             kv_cache_gib=settings.kv_cache_gib,
@@ -93,9 +97,12 @@ def open_engine(run: Run, seed: int) -> Engine | TransformersEngine:
         )
         return Engine(config, run.path / "logs" / "respond.log")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, settings.dtype)
-    load = lambda: run.target.load(dtype, device)  # noqa: E731
+    load = lambda: run.target.load(getattr(torch, dtype), device)  # noqa: E731
     return TransformersEngine(load, run.target.end_of_turn_ids, min(32, settings.max_num_seqs), seed)
+
+
+def engine_dtype(settings: RespondConfig) -> Literal["bfloat16", "float16", "float32"]:
+    return fastest_dtype() if settings.dtype == "auto" else settings.dtype
 
 
 class Dialogue:

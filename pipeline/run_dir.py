@@ -25,6 +25,7 @@ import yaml
 from drafthead.data.errors import InputError
 from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.cache import cache_dir
+from drafthead.pipeline.export.folder import served_path
 from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
 from drafthead.pipeline.target import Target, open_target
 
@@ -129,7 +130,7 @@ class Run:
             old = cache_dir() / "stages" / f"{other}-{key}" / "ingredients.json"
             if key != now["reads"][other] and self.stages[other].shared and old.is_file():
                 return f"{other}: {self._explain(other, read_json(old))}"
-        return _difference(before, now)
+        return difference(before, now, ("there", "now"))
 
     # ---- running
 
@@ -230,9 +231,11 @@ class Run:
 
     def save(self) -> None:
         """Write run.json."""
-        self.record.update(recipe=self.recipe.model_dump(mode="json"), target_path=str(self.target.path))
         exported = self.path / "export"
-        self.record["export_path"] = str(exported.resolve()) if (exported / MANIFEST).is_file() else None
+        is_exported = (exported / MANIFEST).is_file()
+        served = served_path(self.target.path, exported).resolve() if is_exported else self.target.path
+        self.record.update(recipe=self.recipe.model_dump(mode="json"), target_path=str(served))
+        self.record["export_path"] = str(exported.resolve()) if is_exported else None
         self.record.update(provenance())
         write_json(self.path / "run.json", self.record)
 
@@ -278,6 +281,8 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
 
     values = recipe.model_dump(mode="json")
     values["target"] = absolute(recipe.target)
+    if recipe.train.init_from is not None:
+        values["train"]["init_from"] = absolute(recipe.train.init_from)
     heldout = values["prompts"]["heldout"]
     for source in [*values["prompts"]["sources"], *(heldout if isinstance(heldout, list) else [])]:
         if Path(source["source"]).expanduser().is_file():
@@ -343,16 +348,16 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(dump, default=lambda item: item.model_dump(mode="json")))
 
 
-def _difference(old: Any, new: Any, prefix: str = "") -> str:
-    """Name the first few leaves in which two nested values differ."""
+def difference(old: Any, new: Any, where: tuple[str, str], prefix: str = "") -> str:
+    """Name the first few leaves in which two nested values differ, with the value in each of the two places."""
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [
-            _difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+            difference(old.get(key), new.get(key), where, f"{prefix}.{key}" if prefix else key)
             for key in sorted({*old, *new})
             if old.get(key) != new.get(key)
         ]
         return ", ".join(parts[:3])
-    return f"{prefix.removeprefix('settings.')}: {old!r} there, {new!r} now"
+    return f"{prefix.removeprefix('settings.')}: {old!r} {where[0]}, {new!r} {where[1]}"
 
 
 def _size(path: Path) -> int:

@@ -17,6 +17,7 @@ from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, w
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts
+from drafthead.pipeline.export.folder import served_path
 from drafthead.pipeline.export.stage import write_card
 from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.progress import progress
@@ -75,14 +76,16 @@ def _serve(
 ) -> Served:
     """All prompts at once, with `behind` tokens more; then the timed ones alone."""
     settings = run.recipe.serve_check
-    speculative = None
+    speculative, model = None, run.target.path
     if k is not None:
         export = run.input("export")
-        written = read_json(export / "speculative_config.json")
-        # the run may have been moved since the export wrote its absolute path
-        speculative = {**written, "model": str(export.resolve()), "num_speculative_tokens": k}
+        speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}
+        model = served_path(model, export)
+        if "model" in speculative:
+            # the run may have been moved since the export wrote its absolute path
+            speculative["model"] = str(export.resolve())
     config = EngineConfig(
-        model=str(run.target.path),
+        model=str(model.resolve()),
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=64,

@@ -1,7 +1,7 @@
 """Answers that come with the built-in prompts: what a built-in target wrote, once, to the prompts it wrote itself.
 
 They save a CPU the minutes of writing them again, and are used only where they are what `respond` would ask for: the
-same target (by fingerprint), the same context token for token, the same settings. How they were made:
+same target (by fingerprint), the same context token for token, the same temperature and length. How they were made:
 data/prompts/README.md.
 """
 
@@ -15,7 +15,7 @@ from drafthead.pipeline.recipe import RespondConfig
 from drafthead.pipeline.run_dir import Run
 
 FOLDER = PROMPTS / "answers"
-SAME = ("temperature", "max_new_tokens", "dtype")
+SAME = ("temperature", "max_new_tokens")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from drafthead.data.errors import InputError
 from drafthead.data.files import write_text
+from drafthead.pipeline.export.folder import is_linked
 
 if TYPE_CHECKING:
     import wandb
@@ -93,12 +94,12 @@ class Tracker:
             run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def artifact(self, folder: Path, name: str, type: str, metadata: Mapping[str, Any]) -> None:
-        """Log a folder that will not change any more: its files are referred to, not copied."""
+        """Log a folder that will not change any more: its files are referred to, not copied, the target's left out."""
         if run := self._started():
             import wandb
 
             artifact = wandb.Artifact(name, type=type, metadata=dict(metadata))
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            for path in sorted(path for path in folder.rglob("*") if path.is_file() and not is_linked(path)):
                 name_inside = path.relative_to(folder).as_posix()
                 artifact.add_file(str(path), name=name_inside, skip_cache=True, policy="immutable")
             run.log_artifact(artifact)

@@ -12,6 +12,9 @@ from drafthead.pipeline.export.folder import TrainedHead, check_path
 from drafthead.pipeline.export.medusa import ARCHITECTURE as MEDUSA
 from drafthead.pipeline.export.medusa import write_medusa
 from drafthead.pipeline.export.medusa_checks import medusa_failures
+from drafthead.pipeline.export.mtp import ARCHITECTURES as MTP
+from drafthead.pipeline.export.mtp import write_mtp
+from drafthead.pipeline.export.mtp_checks import mtp_failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ LAYOUTS = {
         write=write_eagle3, failures=eagle3_failures, architectures=("LlamaForCausalLMEagle3",), any_path=True
     ),
     "medusa": Layout(write=write_medusa, failures=medusa_failures, architectures=(MEDUSA,)),
+    "mtp": Layout(write=write_mtp, failures=mtp_failures, architectures=MTP),
 }
 """By `head.type`."""
 

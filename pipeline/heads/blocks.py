@@ -74,7 +74,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        inverse, self.factor = rope_frequencies(config)
+        with torch.device("cpu"):  # also in a module that is built on no device, for its shapes
+            inverse, self.factor = rope_frequencies(config)
         self.register_buffer("inverse", inverse, persistent=False)
 
     def forward(self, x_RHP: Tensor, position_R: Tensor) -> Tensor:

@@ -17,9 +17,6 @@ from drafthead.pipeline.heads.blocks import Attention, cached_attention, unroll_
 from drafthead.pipeline.heads.chains import Chains, padded_rows
 from torch import Tensor
 
-MAX_DEPTH = 16
-"""Draft steps at most, as a recipe allows; the layer itself could go on."""
-
 
 class RecursiveHead(Head):
     """One attention layer over pairs of a token and a state; its own state is fed back at every draft step."""
@@ -133,7 +130,8 @@ def decode_step(
 class RecursiveDrafter:
     """Drafts greedily, as vLLM does by default; every observed slot is fed with the target's true state."""
 
-    max_depth = MAX_DEPTH
+    # as deep as a recipe allows; the layer itself could go on
+    max_depth = 16
 
     def __init__(self, head: RecursiveHead, frozen: FrozenTarget):
         self.head = head
@@ -234,8 +232,9 @@ class TreeRows:
             torch.arange(int(drafter.position_B.max()) + 1, device=parent_N.device) <= drafter.position_B[:, None]
         )
         self.state_BMD = drafter.state_BD[:, None].repeat(1, num_rows, 1)
-        self.keys_BMGP = self.cache.keys_BLGP.new_zeros(batch, num_rows, *self.cache.keys_BLGP.shape[2:])
-        self.values_BMGP = torch.zeros_like(self.keys_BMGP)
+        keys_BLGP, values_BLGP = self.cache.keys_BLGP, self.cache.values_BLGP
+        self.keys_BMGP = keys_BLGP.new_zeros(batch, num_rows, *keys_BLGP.shape[2:])
+        self.values_BMGP = values_BLGP.new_zeros(batch, num_rows, *values_BLGP.shape[2:])
 
     def run(self, row_Q: Tensor, embedding_BQD: Tensor, position_B: Tensor) -> Tensor:
         """One forward pass over nodes of one depth whose parents were run before.

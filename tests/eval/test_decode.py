@@ -3,7 +3,6 @@
 Shapes: B requests, Q new tokens, K draft tokens, T tokens of a text, V vocabulary.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,123 +17,15 @@ from drafthead.eval.hf_engine import TransformersEngine
 from drafthead.eval.hf_target import HFTarget
 from drafthead.eval.protocols import Drafter, TargetPass
 from drafthead.eval.states import StateRecorder
-from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, Objective
-from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
-from drafthead.pipeline.heads.recursive import RecursiveDrafter
+from drafthead.pipeline.heads.base import HeadBatch, Objective
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-V, D, AUX, BEHIND = 14, 32, [1, 2, 4], 8
-LENGTHS = [3, 9, 1, 6, 12, 2, 4, 5]
-NO_END = 10_000
-
-# ---- target, texts and drafters --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Four random layers, strong enough that greedy texts wander instead of repeating one token."""
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return LlamaForCausalLM(config).eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(V, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def texts(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Prompt and greedy continuation by whole forward passes, further than any test decodes."""
-    found = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(17 + BEHIND):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        found.append(ids)
-    assert len({tuple(text[-17:]) for text in found}) > 4, "the texts differ"
-    return found
-
-
-@pytest.fixture
-def target(model: Any) -> Iterator[HFTarget]:
-    yield HFTarget(model, AUX)
-    for module in model.modules():
-        module._forward_pre_hooks.clear()
-
-
-class Scripted:
-    """A drafter that knows the texts and is right where `hits` says so, counted by the place of the token."""
-
-    def __init__(self, texts: list[list[int]], hits: list[list[bool]]):
-        self.texts = texts
-        self.hits = hits
-
-    def start(self, batch_size: int, max_length: int) -> None:
-        self.requests = list(range(batch_size))
-        self.slots = [-1] * batch_size
-
-    def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
-        """The loop must show every slot once, in order, with the token that follows it."""
-        for row, request in enumerate(self.requests):
-            for query in range(int(count_B[row])):
-                self.slots[row] += 1
-                assert int(position_BQ[row, query]) == self.slots[row]
-                assert int(next_BQ[row, query]) == self.texts[request][self.slots[row] + 1]
-
-    def draft(self, k: int) -> Tensor:
-        return torch.tensor(
-            [
-                [self._token(request, slot + 2 + step) for step in range(k)]
-                for request, slot in zip(self.requests, self.slots, strict=True)
-            ]
-        )
-
-    def _token(self, request: int, place: int) -> int:
-        text, hits = self.texts[request], self.hits[request]
-        if place >= len(text):
-            return 0
-        return text[place] if hits[place] else (text[place] + 1) % V
-
-    def select(self, rows: Tensor) -> None:
-        self.requests = [self.requests[row] for row in rows.tolist()]
-        self.slots = [self.slots[row] for row in rows.tolist()]
+from tests.eval.speculation import AUX, NO_END, Scripted, V, chi_square_p, make_eagle3, tokens_of
 
 
 def scripted(texts: list[list[int]], rate: float, seed: int = 5) -> Scripted:
     generator = torch.Generator().manual_seed(seed)
     return Scripted(texts, [(torch.rand(len(text), generator=generator) < rate).tolist() for text in texts])
-
-
-def make_eagle3(model: Any, seed: int = 2) -> RecursiveDrafter:
-    """A random head over ten of the target's tokens."""
-    head = Eagle3(model.config, Eagle3Options(num_aux=len(AUX), draft_vocab_size=10, norm_before_residual=True))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.ndim > 1:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(2 * noise / parameter.shape[-1] ** 0.5)
-    head.eval().requires_grad_(False)
-    weights = model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight
-    ids_U = torch.tensor([0, 1, 3, 4, 5, 7, 8, 10, 12, 13])
-    return RecursiveDrafter(head, FrozenTarget(*weights, ids_U, float(model.config.rms_norm_eps)))
 
 
 def expected_answer(
@@ -143,10 +34,6 @@ def expected_answer(
     tokens = text[len(prompt) : len(prompt) + max_new_tokens]
     ends = [place for place, token in enumerate(tokens) if token in end_ids]
     return (tokens[: ends[0] + 1], "stop") if ends else (tokens, "length")
-
-
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
 
 
 # ---- greedy ----------------------------------------------------------------------------------------------
@@ -280,17 +167,6 @@ def test_a_target_with_sliding_attention_is_refused(model: Any) -> None:
 
 
 # ---- sampling --------------------------------------------------------------------------------------------
-
-
-def chi_square_p(tokens: list[int], probabilities_V: Tensor) -> float:
-    """How likely counts this far from the expected ones are; rare tokens are counted together."""
-    counts_V = torch.tensor(tokens).bincount(minlength=V).double()
-    expected_V = len(tokens) * probabilities_V.double()
-    common = expected_V >= 8
-    counts = torch.cat([counts_V[common], counts_V[~common].sum()[None]])
-    expected = torch.cat([expected_V[common], expected_V[~common].sum()[None]]).clamp_min(1e-3)
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor(int(common.sum()) / 2).double(), statistic / 2))
 
 
 @pytest.mark.parametrize("rate", [None, 0.0, 1.0], ids=["plain", "greedy-wrong drafts", "greedy-right drafts"])

@@ -157,9 +157,9 @@ def test_a_killed_capture_goes_on_behind_its_last_whole_shard(
     seen: list[int] = []
     record = StateRecorder.record
 
-    def watch(self: StateRecorder, rows: list[list[int]]) -> Any:
+    def watch(self: StateRecorder, rows: list[list[int]], stored: torch.dtype) -> Any:
         seen.extend(len(row) for row in rows)
-        return record(self, rows)
+        return record(self, rows, stored)
 
     monkeypatch.setattr(StateRecorder, "record", watch)
     assert capture(run) == first
