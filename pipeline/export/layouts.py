@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthead.pipeline.export.checks import Export, Failure
+from drafthead.pipeline.export.checks import Export, Failure, provenance_of
 from drafthead.pipeline.export.eagle3 import write_eagle3
 from drafthead.pipeline.export.eagle3_checks import eagle3_failures
 from drafthead.pipeline.export.folder import TrainedHead, check_path
@@ -53,6 +53,8 @@ def check_export_path(kind: str, folder: Path) -> None:
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """The layout of a folder with this config.json; what cannot be told apart is held against EAGLE-3's."""
+    if (kind := provenance_of(config).get("type")) in LAYOUTS:
+        return LAYOUTS[kind]
     named = config.get("architectures")
     names = set(named) if isinstance(named, list) else set()
     found = (layout for layout in LAYOUTS.values() if names & set(layout.architectures))

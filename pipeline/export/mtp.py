@@ -80,6 +80,7 @@ def write_mtp(folder: Path, head: TrainedHead) -> None:
         **provenance(
             target, head.k, head.description["trained_length"], head.description["initial_digests"][head.dtype]
         ),
+        "type": "mtp",
         "head": dict(options),
         "head_dtype": head.dtype,
         "inv_freq": head.description["inv_freq"],
