@@ -118,6 +118,32 @@ def interpret_kernels() -> None:
     for name in ("triton.language.standard", "triton.language.random", "triton.language"):
         importlib.reload(importlib.import_module(name))
     assert interpreting()
+    _patch_language_once()
+
+
+def _patch_language_once() -> None:
+    """Let Triton's interpreter patch `triton.language` once a launch and module, not at each call of a device function.
+
+    That is half of its time, and changes nothing: within a launch the same functions would be patched again.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in patched:
+            return None  # the call of a device function, which does not look at it
+        is_launch = not patched
+        patched.add(module)
+        scope = patch(function)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
