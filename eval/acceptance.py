@@ -46,6 +46,34 @@ def summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
     return summary
 
 
+def summarize_tree(requests: Sequence[RequestRounds], nodes: int, depth: int) -> dict[str, Any]:
+    """The numbers of rounds that drafted a tree, under names of their own: a chain's must not stand beside them.
+
+    Returns:
+        `drafts`: "tree"; `nodes` and `depth` of the tree; `rounds`; `per_depth`, share of rounds whose accepted path
+        reached depth i + 1; `mean_acceptance_length`, 1 + accepted / rounds, pooled;
+        `mean_of_requests_acceptance_length`; `accepted_share_of_nodes`; `by_domain`, rounds and accept length of each.
+
+    Raises:
+        InputError: As `summarize`.
+    """
+    whole = summarize(requests, depth)
+    accepted = sum(count for request in requests for count in request.accepted)
+    return {
+        "drafts": "tree",
+        "nodes": nodes,
+        "depth": depth,
+        "rounds": whole["drafts"],
+        "per_depth": whole["per_position"],
+        **{name: whole[name] for name in ("mean_acceptance_length", "mean_of_requests_acceptance_length")},
+        "accepted_share_of_nodes": _ratio(accepted, nodes * whole["drafts"]),
+        "by_domain": {
+            domain: {"rounds": one["drafts"], "mean_acceptance_length": one["mean_acceptance_length"]}
+            for domain, one in whole["by_domain"].items()
+        },
+    }
+
+
 def from_counters(
     num_drafts: int,
     num_accepted_tokens_per_pos: Sequence[int],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.protocols import Drafter, TargetModel, TargetPass
-from drafthead.eval.typical import Typical, accept_typical
+from drafthead.eval.typical import NEEDS_SAMPLING, Typical, accept_typical
 from drafthead.kernels.verify_greedy.op import verify_greedy
 from drafthead.kernels.verify_sampling.inputs import Sampling
 from drafthead.kernels.verify_sampling.op import verify_sampling
@@ -47,7 +47,7 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         if self.typical is not None and self.temperature == 0:
-            raise InputError("eval.typical: typical acceptance is a rule for sampling; give a temperature above 0")
+            raise InputError(NEEDS_SAMPLING)
 
     def sampling(self, seed_B: Tensor, position_B: Tensor) -> Sampling:
         """How each request samples in a round whose first new token has index `position_B`."""

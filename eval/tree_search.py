@@ -64,9 +64,9 @@ def search_tree(accuracy_KR: Tensor, nodes: int = 63, depth: int = 4) -> TreeSha
     """
     accuracy = accuracy_KR[:depth].tolist()
     found: list[tuple[float, tuple[int, ...], int]] = []
-    waiting = [(-chance, (rank,), ROOT) for rank, chance in enumerate(accuracy[0]) if chance > 0]
-    # a tuple orders by probability, then by length, then by ranks
-    heap = [(chance, len(path), path, parent) for chance, path, parent in waiting]
+    # an entry orders by probability, then by length, then by ranks
+    heap: list[tuple[float, int, tuple[int, ...], int]]
+    heap = [(-chance, 1, (rank,), ROOT) for rank, chance in enumerate(accuracy[0]) if chance > 0]
     heapq.heapify(heap)
     while heap and len(found) < nodes:
         chance, length, path, parent = heapq.heappop(heap)

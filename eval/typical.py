@@ -20,6 +20,8 @@ from drafthead.kernels.verify_sampling.reference import target_probs
 from drafthead.kernels.verify_tree.structure import PADDING, tree_depth, tree_visibility
 from torch import Tensor
 
+NEEDS_SAMPLING = "eval.typical: typical acceptance is a rule for sampling; give a temperature above 0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Typical:

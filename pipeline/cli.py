@@ -104,6 +104,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             _add_prompt_options(stage)
         if name == "eval":
             stage.add_argument("--temperature", type=_temperature)
+            stage.add_argument("--tree", type=_positive, metavar="N", help="also draft a tree of at most N nodes")
+            stage.add_argument(
+                "--typical", action="store_const", const=True, help="also accept typically (not lossless)"
+            )
 
     compare = _add(commands, "compare", "the same prompts through several runs, side by side", run_compare)
     compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
@@ -202,7 +206,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.stages import STAGES
 
     run = open_run(arguments.run_dir, STAGES, [])
-    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature"}
+    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature", "tree", "typical"}
     if any(getattr(arguments, name, None) is not None for name in custom):
         return _run_custom(arguments, run)
     with _output_of_stages_to_stderr():
@@ -217,7 +221,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
 def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     """`eval` or `serve-check` with other prompts or settings than the recipe's; the run's files stay as they are."""
     from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
-    from drafthead.pipeline.recipe import load_recipe
+    from drafthead.pipeline.recipe import TreeConfig, TypicalConfig, load_recipe
     from drafthead.pipeline.serve_check import check_prompts
 
     if arguments.k:  # as a recipe with it would be
@@ -232,8 +236,19 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     with _output_of_stages_to_stderr():
         if arguments.stage == "eval":
             temperature = settings.temperature if arguments.temperature is None else arguments.temperature
+            tree = settings.tree
+            if arguments.tree:
+                tree = (tree or TreeConfig()).model_copy(update={"nodes": arguments.tree})
+            typical = settings.typical if temperature > 0 else None
+            if arguments.typical:
+                typical = settings.typical or TypicalConfig()
             options = EvalOptions(
-                k=arguments.k or settings.k, temperature=temperature, max_new_tokens=new_tokens, limit=limit
+                k=arguments.k or settings.k,
+                temperature=temperature,
+                max_new_tokens=new_tokens,
+                limit=limit,
+                tree=tree,
+                typical=typical,
             )
             report = evaluate_prompts(run, chosen, options)
         else:

@@ -1,10 +1,14 @@
 """Eval: the true speculative loop over held-out prompts, with the trained head and the target in transformers.
 
-drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5
+drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5 --tree 63
+
+A chain's numbers are the report's own; those of a tree and of typical acceptance stand under their names, so that
+neither is taken for what vLLM serves.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +16,32 @@ from typing import Any
 import torch
 from drafthead.data.conversations import read_conversations
 from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.encoding import read_rows
 from drafthead.data.errors import InputError
 from drafthead.data.files import write_json
 from drafthead.data.template import Template, TurnError
-from drafthead.eval.acceptance import RequestRounds, summarize
-from drafthead.eval.decode import Answer, DecodeOptions, decode
+from drafthead.eval.acceptance import RequestRounds, summarize, summarize_tree
+from drafthead.eval.decode import Answer, DecodeOptions, OnProgress, decode
 from drafthead.eval.hf_target import HFTarget
+from drafthead.eval.tree_accuracy import Text, measure_accuracy
+from drafthead.eval.tree_decode import decode_tree
+from drafthead.eval.tree_search import TreeShape, search_tree
+from drafthead.eval.typical import NEEDS_SAMPLING, Typical
 from drafthead.pipeline.heads.build import build_frozen_target, load_head
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.prompts import spread
+from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
 from drafthead.pipeline.respond import read_prompts, turn_contexts
 from drafthead.pipeline.run_dir import Run
+from torch import Tensor
 
 MAX_K = 16
 BATCH_TOKENS = 32_768
 """Prompt tokens of one batch, padding included: bounds the caches."""
+TREE_ROWS = 512
+"""Rows of one target pass over trees: bounds the logits."""
+TREE_TEXTS = 64
+"""Held-out answers at most that a tree is searched on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +52,12 @@ class EvalOptions:
     temperature: float
     max_new_tokens: int
     limit: int | None
+    tree: TreeConfig | None = None
+    typical: TypicalConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.typical is not None and self.temperature == 0:
+            raise InputError(NEEDS_SAMPLING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +84,8 @@ def evaluate(run: Run) -> dict[str, Any]:
         temperature=settings.temperature,
         max_new_tokens=settings.max_new_tokens,
         limit=settings.limit,
+        tree=settings.tree,
+        typical=settings.typical,
     )
     report = evaluate_prompts(run, load_prompts(run, None, options.limit, options.max_new_tokens), options)
     write_json(run.folder("eval") / "report.json", report)
@@ -74,21 +97,10 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[
     loop = SpeculativeLoop(run)
     prompts = chosen.prompts
     drafted = loop.generate(prompts, options, k=options.k)
-    report = summarize(
-        [
-            RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
-            for prompt, answer in zip(prompts, drafted, strict=True)
-        ],
-        options.k,
-    )
-    identical = None
-    if options.temperature == 0:
-        plain = loop.generate(prompts, options, k=0)
-        same = sum(a.tokens == b.tokens for a, b in zip(drafted, plain, strict=True))
-        identical = f"{same}/{len(prompts)}"
-    return {
-        **report,
-        "identical_to_plain": identical,
+    report = summarize(requests_of(prompts, drafted), options.k)
+    plain = loop.generate(prompts, options, k=0) if options.temperature == 0 else None
+    report |= {
+        "identical_to_plain": _identical(drafted, plain),
         "prompts": len(prompts),
         "left_out": chosen.left_out,
         "temperature": options.temperature,
@@ -96,6 +108,85 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[
         "dtype": run.recipe.eval.dtype,
         "method": "speculative loop in transformers, chain of greedy drafts, full vocabulary",
     }
+    shape = None
+    if options.tree is not None:
+        shape, searched = find_tree(run, loop, prompts, options.tree)
+        branched = loop.generate_tree(prompts, options, shape)
+        report["tree"] = {
+            **summarize_tree(requests_of(prompts, branched), shape.num_nodes, shape.depth),
+            "identical_to_plain": _identical(branched, plain),
+            "method": "speculative loop in transformers, static tree of greedy drafts, full vocabulary; not comparable "
+            "with chains, nor served by vLLM",
+            **searched,
+        }
+    if options.typical is not None:
+        report["typical"] = evaluate_typical(loop, prompts, options, options.typical, shape)
+    return report
+
+
+def requests_of(prompts: list[Prompt], answers: list[Answer]) -> list[RequestRounds]:
+    """What the rounds of each answer accepted."""
+    return [
+        RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _identical(answers: list[Answer], plain: list[Answer] | None) -> str | None:
+    """How many answers equal those of plain decoding; None where sampling makes them differ."""
+    if plain is None:
+        return None
+    return f"{sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True))}/{len(answers)}"
+
+
+def find_tree(
+    run: Run, loop: "SpeculativeLoop", prompts: list[Prompt], config: TreeConfig
+) -> tuple[TreeShape, dict[str, Any]]:
+    """Search a tree on held-out answers, to other prompts than those evaluated where there are any.
+
+    Returns:
+        The tree, and for the report what it was searched from.
+    """
+    rows = read_rows(run.input("encode") / "heldout.parquet")
+    evaluated = {tuple(prompt.ids) for prompt in prompts}
+    lengths = {len(ids) for ids in evaluated}
+    # later turns of a conversation begin with its first prompt
+    others = [row for row in rows if not any(tuple(row.input_ids[:length]) in evaluated for length in lengths)]
+    rows = others or rows
+    rows = rows[:: max(1, math.ceil(len(rows) / TREE_TEXTS))]
+    texts = [Text(ids=row.input_ids, context_length=row.context_length) for row in rows]
+    shape, accuracy_KR = loop.search_tree(texts, config)
+    whose = "to other prompts than those evaluated" if others else "to the evaluated prompts themselves"
+    return shape, {
+        "searched_on": f"{len(texts)} held-out answers {whose}",
+        "expected_acceptance_length": shape.expected_accept_length,
+        "accuracy_by_step_and_rank": [[round(share, 4) for share in row] for row in accuracy_KR.tolist()],
+        "parents": list(shape.parents),
+        "ranks": list(shape.ranks),
+    }
+
+
+def evaluate_typical(
+    loop: "SpeculativeLoop",
+    prompts: list[Prompt],
+    options: EvalOptions,
+    rule: TypicalConfig,
+    shape: TreeShape | None,
+) -> dict[str, Any]:
+    """The same loops, accepting what the target finds likely enough."""
+    typical = Typical(epsilon=rule.epsilon, delta=rule.delta)
+    chain = loop.generate(prompts, options, k=options.k, typical=typical)
+    found: dict[str, Any] = {
+        "method": "typical acceptance, NOT lossless: the text is not distributed as the target's own",
+        "epsilon": rule.epsilon,
+        "delta": rule.delta,
+        "temperature": options.temperature,
+        "chain": summarize(requests_of(prompts, chain), options.k),
+    }
+    if shape is not None:
+        tree = loop.generate_tree(prompts, options, shape, typical=typical)
+        found["tree"] = summarize_tree(requests_of(prompts, tree), shape.num_nodes, shape.depth)
+    return found
 
 
 def load_prompts(run: Run, path: Path | None, limit: int | None, max_new_tokens: int) -> PromptSet:
@@ -152,27 +243,66 @@ class SpeculativeLoop:
         self.end_ids = run.target.end_of_turn_ids
         self.seed = run.recipe.run.seed
 
-    def generate(self, prompts: list[Prompt], options: EvalOptions, *, k: int) -> list[Answer]:
+    def generate(
+        self, prompts: list[Prompt], options: EvalOptions, *, k: int, typical: Typical | None = None
+    ) -> list[Answer]:
         """Answers in the order of the prompts; plain decoding for k = 0."""
-        answers: dict[int, Answer] = {}
-        settings = DecodeOptions(
+        settings = self._settings(options, typical)
+        drafter = self.drafter if k else None
+
+        def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
+            return decode(self.target, drafter, ids, k, settings, on_progress=on_progress)
+
+        return self._in_batches(prompts, f"eval k={k}" if k else "eval plain", self.batch_size, one_batch)
+
+    def generate_tree(
+        self, prompts: list[Prompt], options: EvalOptions, shape: TreeShape, typical: Typical | None = None
+    ) -> list[Answer]:
+        """Answers in the order of the prompts, by a tree of drafts a round."""
+        settings = self._settings(options, typical)
+        size = min(self.batch_size, TREE_ROWS // (shape.num_nodes + 1))
+
+        def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
+            return decode_tree(self.target, self.drafter, ids, shape, settings, on_progress=on_progress)
+
+        return self._in_batches(prompts, f"eval tree of {shape.num_nodes}", size, one_batch)
+
+    def search_tree(self, texts: list[Text], config: TreeConfig) -> tuple[TreeShape, Tensor]:
+        """The best tree by the accuracies [K, R] on these texts, and the accuracies."""
+        depth = min(config.depth, self.drafter.max_depth)
+        with progress(len(texts), "eval ranks", "text") as bar:
+            batches = ([texts[one] for one in some] for some in _batches([x.ids for x in texts], self.batch_size))
+            accuracy_KR = measure_accuracy(self.target, self.drafter, batches, depth, on_progress=bar.update)
+        return search_tree(accuracy_KR, config.nodes, depth), accuracy_KR
+
+    def _settings(self, options: EvalOptions, typical: Typical | None) -> DecodeOptions:
+        return DecodeOptions(
             max_new_tokens=options.max_new_tokens,
             end_ids=self.end_ids,
             temperature=options.temperature,
             seed=self.seed,
+            typical=typical,
         )
-        drafter = self.drafter if k else None
-        what = f"eval k={k}" if k else "eval plain"
+
+    def _in_batches(
+        self,
+        prompts: list[Prompt],
+        what: str,
+        size: int,
+        one_batch: Callable[[list[list[int]], OnProgress], list[Answer]],
+    ) -> list[Answer]:
+        answers: dict[int, Answer] = {}
         with progress(len(prompts), what, "prompt") as bar:
-            for numbers in self._batches(prompts):
-                batch = [prompts[number].ids for number in numbers]
-                found = decode(self.target, drafter, batch, k, settings, on_progress=bar.update)
+            for numbers in _batches([prompt.ids for prompt in prompts], size):
+                found = one_batch([prompts[number].ids for number in numbers], bar.update)
                 answers.update(zip(numbers, found, strict=True))
         return [answers[number] for number in range(len(prompts))]
 
-    def _batches(self, prompts: list[Prompt]) -> Iterator[list[int]]:
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].ids))
-        while order:
-            size = max(1, min(self.batch_size, BATCH_TOKENS // len(prompts[order[0]].ids)))
-            yield order[:size]
-            order = order[size:]
+
+def _batches(rows: list[list[int]], size: int) -> Iterator[list[int]]:
+    """Numbers of rows that are run together, the longest first."""
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+    while order:
+        taken = max(1, min(size, BATCH_TOKENS // len(rows[order[0]])))
+        yield order[:taken]
+        order = order[taken:]

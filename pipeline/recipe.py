@@ -202,6 +202,22 @@ class TrainConfig(Section):
     log_every: Count = 10
 
 
+class TreeConfig(Section):
+    """A static tree of drafts, searched from accuracies on held-out answers."""
+
+    nodes: Count = 63
+    """Nodes at most; the target runs that many tokens and one more a round."""
+    depth: int = Field(default=4, ge=1, le=16)
+    """At most so deep, and at most as deep as a Medusa head has heads."""
+
+
+class TypicalConfig(Section):
+    """Accept a draft token where p > min(epsilon, delta * exp(-entropy)); not lossless."""
+
+    epsilon: float = Field(default=0.09, ge=0, le=1)
+    delta: float = Field(default=0.3, ge=0)
+
+
 class EvalConfig(Section):
     k: int = Field(default=3, ge=1, le=16)
     temperature: float = Field(default=0.0, ge=0)
@@ -211,6 +227,10 @@ class EvalConfig(Section):
     batch_size: Count = 16
     """Requests decoded together; prompts are padded to the longest of a batch, so more is not faster on a CPU."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    tree: TreeConfig | None = None
+    """Evaluate a tree of drafts as well; vLLM serves chains, so its numbers stand apart."""
+    typical: TypicalConfig | None = None
+    """Evaluate typical acceptance as well, at the same temperature; its text is not the target's own."""
 
 
 class ExportConfig(Section):
@@ -292,6 +312,12 @@ class Recipe(Section):
             raise ValueError(
                 "capture.aux_layers=[]: an EAGLE-3 head reads captured layers; list their ids or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_typical(self) -> "Recipe":
+        if self.eval.typical is not None and self.eval.temperature == 0:
+            raise ValueError("eval.typical: typical acceptance is a rule for sampling; set eval.temperature above 0")
         return self
 
 

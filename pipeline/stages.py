@@ -84,7 +84,7 @@ STAGES: dict[str, Stage] = {
         Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),
         Stage(
             name="eval",
-            reads=("prompts", "draft-vocab", "train"),
+            reads=("prompts", "encode", "draft-vocab", "train"),
             settings=lambda recipe: {"eval": recipe.eval.model_dump(), "dtype": recipe.export.dtype},
             work=evaluate,
         ),

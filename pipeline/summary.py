@@ -40,6 +40,7 @@ def publish(run: Run, summary: dict[str, Any]) -> None:
         domains = [(name, one["drafts"], one["mean_acceptance_length"]) for name, one in evaluated["by_domain"].items()]
         tracker.table("accept length by domain", DOMAIN_COLUMNS, domains)
         metadata = {
+            "head": recipe.head.type,
             "mean_acceptance_length": served["served"]["mean_acceptance_length"],
             "speculative_config": read_json(run.folder("export") / "speculative_config.json"),
         }
@@ -72,6 +73,7 @@ def render_summary(summary: dict[str, Any]) -> str:
         f"  {'all':<16} {evaluated['drafts']:>6}  {number(evaluated['mean_acceptance_length'], 2)}  "
         f"(mean of requests {number(evaluated['mean_of_requests_acceptance_length'], 2)})"
     )
+    lines += branched_lines(evaluated)
     lines += [
         "",
         f"served by vLLM: {served['prompts']} prompts, {served['dtype']}, greedy; "
@@ -92,6 +94,25 @@ def render_summary(summary: dict[str, Any]) -> str:
         f"  {summary['serve_command']}",
     ]
     return "\n".join(lines)
+
+
+def branched_lines(evaluated: dict[str, Any]) -> list[str]:
+    """What a tree and typical acceptance gave, where they were asked for, apart from the chain's numbers."""
+    lines = []
+    if tree := evaluated.get("tree"):
+        same = f"; text equal to plain decoding {tree['identical_to_plain']}" if tree["identical_to_plain"] else ""
+        lines += [
+            f"  tree of {tree['nodes']} nodes, depth {tree['depth']} (vLLM serves chains: not comparable): "
+            f"{tree['rounds']} rounds, accept length {number(tree['mean_acceptance_length'], 2)}{same}",
+        ]
+    if typical := evaluated.get("typical"):
+        lengths = [
+            f"{kind} {number(typical[kind]['mean_acceptance_length'], 2)}"
+            for kind in ("chain", "tree")
+            if kind in typical
+        ]
+        lines.append(f"  typical acceptance (not lossless): accept length {', '.join(lengths)}")
+    return lines
 
 
 def acceptance_lines(one: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ def model_card(results: dict[str, Any]) -> str:
         _front(results),
         _serving(results),
         _acceptance(results["eval"]),
+        _branched(results["eval"]),
         _served(results.get("serve_check")),
         _how_measured(results),
         _table("Training data", results["data"]),
@@ -68,6 +69,33 @@ def _acceptance(report: dict[str, Any]) -> str:
         lines += ["", "| domain | rounds | mean acceptance length |", "|---|---|---|"]
         for domain, part in report["by_domain"].items():
             lines.append(f"| {domain} | {part['drafts']} | {_number(part['mean_acceptance_length'])} |")
+    return "\n".join(lines)
+
+
+def _branched(report: dict[str, Any]) -> str:
+    """A tree's numbers and those of typical acceptance, each under its label."""
+    rows = []
+    if tree := report.get("tree"):
+        what = f"tree of {tree['nodes']} nodes, depth {tree['depth']}"
+        rows.append((what, "lossless", tree["rounds"], tree["mean_acceptance_length"]))
+    if typical := report.get("typical"):
+        rule = f"NOT lossless (typical, epsilon {typical['epsilon']:g}, delta {typical['delta']:g})"
+        chain = typical["chain"]
+        rows.append((f"chain of {chain['k']}", rule, chain["drafts"], chain["mean_acceptance_length"]))
+        if tree := typical.get("tree"):
+            what = f"tree of {tree['nodes']} nodes, depth {tree['depth']}"
+            rows.append((what, rule, tree["rounds"], tree["mean_acceptance_length"]))
+    if not rows:
+        return ""
+    lines = [
+        "## Other drafts and rules",
+        "",
+        "Measured on the same prompts, not served by vLLM, and not comparable with the numbers above.",
+        "",
+        "| drafts | acceptance | rounds | mean acceptance length |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {what} | {rule} | {rounds} | {_number(length)} |" for what, rule, rounds, length in rows]
     return "\n".join(lines)
 
 

@@ -258,4 +258,5 @@ class TreeRows:
         mixed = cached_attention(query, keys_BXGP, values_BXGP, visible_BQX)
         out, state = self.head.leave(residual_RD, attention.output(mixed.flatten(0, 1), x_RI))
         self.state_BMD[:, row_Q] = state.unflatten(0, (batch, queries))
-        return out.unflatten(0, (batch, queries))
+        out_BQD: Tensor = out.unflatten(0, (batch, queries))
+        return out_BQD

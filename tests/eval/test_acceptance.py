@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from drafthead.data.errors import InputError
-from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
+from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, summarize_tree, walk
 
 ROUNDS = [3, 0, 1, 3, 2, 0, 1, 0]
 
@@ -34,6 +34,17 @@ def test_every_number_of_one_request() -> None:
     assert summary["mean_acceptance_length"] == 2.25
     assert summary["mean_of_requests_acceptance_length"] == 2.25
     assert summary["draft_acceptance_rate"] == pytest.approx(10 / 24)
+
+
+def test_the_numbers_of_a_tree_have_names_of_their_own() -> None:
+    tree = summarize_tree([request_of(ROUNDS), request_of([1], "code")], nodes=20, depth=3)
+    assert (tree["drafts"], tree["nodes"], tree["depth"], tree["rounds"]) == ("tree", 20, 3, 9)
+    assert tree["per_depth"] == pytest.approx([6 / 9, 3 / 9, 2 / 9])
+    assert tree["mean_acceptance_length"] == pytest.approx(1 + 11 / 9)
+    assert tree["mean_of_requests_acceptance_length"] == pytest.approx((2.25 + 2) / 2)
+    assert tree["accepted_share_of_nodes"] == pytest.approx(11 / 180)
+    assert tree["by_domain"]["code"] == {"rounds": 1, "mean_acceptance_length": 2}
+    assert not {"k", "per_position", "draft_acceptance_rate"} & tree.keys()
 
 
 def test_pooled_and_mean_of_requests_can_order_two_systems_differently() -> None:

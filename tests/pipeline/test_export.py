@@ -556,6 +556,28 @@ def test_the_card_holds_numbers_command_and_how_they_were_measured(results: dict
     assert "Served by vLLM" not in card
 
 
+def test_the_card_labels_trees_and_typical_acceptance(results: dict[str, Any]) -> None:
+    assert "Other drafts" not in model_card(results)
+    tree = {"nodes": 63, "depth": 4, "rounds": 3, "mean_acceptance_length": 2.5}
+    results["eval"]["tree"] = tree
+    card = model_card(results)
+    assert "| tree of 63 nodes, depth 4 | lossless | 3 | 2.500 |" in card
+    assert "NOT lossless" not in card
+    chain = results["eval"]["by_domain"]["math"]
+    results["eval"]["typical"] = {"epsilon": 0.09, "delta": 0.3, "chain": chain, "tree": tree}
+    card = model_card(results)
+    assert "| chain of 2 | NOT lossless (typical, epsilon 0.09, delta 0.3) | 4 | 1.750 |" in card
+    assert card.count("| tree of 63 nodes, depth 4 |") == 2
+
+
+@pytest.mark.parametrize(("head", "title"), [("eagle3", "EAGLE-3"), ("medusa", "Medusa"), ("mtp", "multi-token")])
+def test_the_card_names_the_kind_of_head(results: dict[str, Any], head: str, title: str) -> None:
+    card = model_card({**results, "head": head})
+    assert f"tags: [speculative-decoding, {head}, draft-head]" in card
+    assert title in card.split("## ")[0]
+    assert ("EAGLE" in card) is (head == "eagle3")
+
+
 @pytest.mark.parametrize(("ok", "verdict"), [(True, "head as predicted"), (False, "head NOT as predicted")])
 def test_the_card_shows_predicted_beside_served(results: dict[str, Any], ok: bool, verdict: str) -> None:
     served = {**results["eval"], "per_position": [0.48, 0.26]}
