@@ -3,6 +3,12 @@
 Notable: vLLM puts the value of ANY config key with "num" and "heads" (or "layers") in its name in the place of
 `num_heads` (`num_hidden_layers`; transformers_utils/configs/medusa.py), so nothing of the target's configuration is
 copied.
+
+Notable too: alone, vLLM 0.32 refuses every head with a `token_map`. Its `load_weights` makes the map a parameter and
+does not report it as loaded, so the loader's check for tensors that the checkpoint lacks raises ("Following weights
+were not initialized from checkpoint: {'token_map'}"). That check is made for unquantised models only, and Medusa's
+layers never look at a quantisation: a block that quantises nothing (`NOTHING_QUANTISED`) lets the map in. tests/serve
+holds this against the real server.
 """
 
 from collections.abc import Mapping
@@ -25,6 +31,9 @@ OPTIONS = {
 }
 """vLLM's config key of each of `MedusaOptions`."""
 
+NOTHING_QUANTISED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+"""`quantization_config` beside a `token_map`."""
+
 
 def write_medusa(folder: Path, head: TrainedHead) -> None:
     """Write the folder whole or not at all; one that exists is replaced once the new one is whole.
@@ -36,7 +45,8 @@ def write_medusa(folder: Path, head: TrainedHead) -> None:
     options, target = head.description["options"], head.target
     ids_U = head.vocab.target_ids()
     tensors = {name: tensor.to(DTYPES[head.dtype]).contiguous() for name, tensor in head.state.items()}
-    if len(ids_U) < target.vocab_size:
+    truncated = len(ids_U) < target.vocab_size
+    if truncated:
         tensors["token_map"] = ids_U.to(torch.int64).contiguous()
     config = {
         "architectures": [ARCHITECTURE],
@@ -46,6 +56,7 @@ def write_medusa(folder: Path, head: TrainedHead) -> None:
         **{theirs: options[ours] for ours, theirs in OPTIONS.items()},
         "dtype": head.dtype,
         "torch_dtype": head.dtype,
+        **({"quantization_config": NOTHING_QUANTISED} if truncated else {}),
         "drafthead": {
             **provenance(
                 target, head.k, head.description["trained_length"], head.description["initial_digests"][head.dtype]

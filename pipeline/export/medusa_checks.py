@@ -19,7 +19,13 @@ from drafthead.pipeline.export.checks import (
     speculative_failures,
     value_failures,
 )
-from drafthead.pipeline.export.medusa import ARCHITECTURE, OPTIONS, expected_shapes, is_lm_head_of_target
+from drafthead.pipeline.export.medusa import (
+    ARCHITECTURE,
+    NOTHING_QUANTISED,
+    OPTIONS,
+    expected_shapes,
+    is_lm_head_of_target,
+)
 from torch import Tensor
 
 SIZES = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size")
@@ -75,7 +81,7 @@ def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator
     for name, why in FORBIDDEN.items():
         if name in config:
             yield export_failure(name, f"must be left out: {why}")
-    yield from dtype_failures(config)
+    yield from dtype_failures({name: value for name, value in config.items() if name != "quantization_config"})
 
 
 def _option_failures(config: dict[str, Any]) -> Iterator[Failure]:
@@ -97,6 +103,12 @@ def _draft_failures(config: dict[str, Any]) -> Iterator[Failure]:
     elif size < full and not config["original_lm_head"]:
         message = f"{size} of {full} tokens need original_lm_head=true: separate lm_heads are of the full vocabulary"
         yield export_failure("truncated_vocab_size", message)
+    wanted = NOTHING_QUANTISED if size < full else None
+    if config.get("quantization_config") != wanted:
+        rule = (
+            "be left out: the head is not quantised" if wanted is None else f"be {wanted}: else vLLM refuses token_map"
+        )
+        yield export_failure("quantization_config", f"must {rule}")
 
 
 def _map_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Failure]:

@@ -116,6 +116,7 @@ def test_a_good_export_passes(tmp_path: Path, small_target: Path, layout: str, d
     assert report.ok
     tensors = load_file(folder / "model.safetensors")
     assert ("token_map" in tensors) is (layout == "shared")
+    assert ("quantization_config" in json.loads((folder / "config.json").read_text())) is (layout == "shared")
     for name, tensor in head_state(LAYOUTS[layout], Target(small_target)).items():
         assert torch.equal(tensors[name], tensor.to(getattr(torch, dtype)))
 
@@ -207,6 +208,7 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "null": (_set(eos_token_id=None), "eos_token_id"),
     "dtype against tensors": (_set(dtype="float32", torch_dtype="float32"), "blocks.0.layers.0.weight"),
     "dtype against torch_dtype": (_set(torch_dtype="float32"), "dtype"),
+    "no block that lets the map in": (_drop("quantization_config"), "quantization_config"),
     "quantisation block copied": (_set(quantization_config={"bits": 8}), "quantization_config"),
     "never trained": (
         lambda c: c["drafthead"].update(initial_digest=c["drafthead"]["own"]),
@@ -286,7 +288,13 @@ def test_faults_of_separate_lm_heads_are_named(tmp_path: Path, small_target: Pat
     change_tensors(folder, lambda tensors: tensors.pop("lm_heads.1.weight"))
     change_tensors(folder, lambda tensors: tensors["blocks.0.layers.0.bias"].zero_())
     change_tensors(folder, lambda tensors: tensors.update(token_map=torch.arange(V)))
-    assert fields(preflight(folder, small_target)) == {"lm_heads.1.weight", "blocks.0.layers.0.bias", "token_map"}
+    change_config(folder, lambda config: config.update(quantization_config={"quant_method": "fp8"}))
+    assert fields(preflight(folder, small_target)) == {
+        "lm_heads.1.weight",
+        "blocks.0.layers.0.bias",
+        "token_map",
+        "quantization_config",
+    }
 
 
 SPECULATIVE_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
