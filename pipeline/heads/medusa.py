@@ -91,8 +91,8 @@ class Medusa(Head):
         )
         head = cls(target.config, options)
         with torch.no_grad():
-            for lm_head in [head.lm_head] if config.shared_lm_head else head.lm_heads:
-                lm_head.weight.copy_(frozen.lm_head_UD)
+            for step in range(config.num_heads):
+                head.projection(step).weight.copy_(frozen.lm_head_UD)
         return head
 
     def forward(self, batch: HeadBatch, target: FrozenTarget, objective: Objective) -> HeadOutput:
@@ -111,13 +111,14 @@ class Medusa(Head):
 
     def read(self, last_RD: Tensor, target: FrozenTarget) -> Tensor:
         """What the blocks are given for states before the target's final norm."""
-        return target.normed(last_RD).to(self.blocks[0].layers[0].weight.dtype)
+        return target.normed(last_RD).to(next(self.blocks.parameters()).dtype)
 
     def projection(self, step: int) -> DraftLMHead:
         """The lm_head of draft token `step`."""
         if self.options.shared_lm_head:
             return self.lm_head
-        lm_head: DraftLMHead = self.lm_heads[step]
+        lm_head = self.lm_heads[step]
+        assert isinstance(lm_head, DraftLMHead)
         return lm_head
 
     def check_depth(self, k: int) -> None:
