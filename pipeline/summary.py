@@ -3,6 +3,7 @@
 from typing import Any
 
 from drafthead.data.files import read_json
+from drafthead.pipeline.export.card import HEADS
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
@@ -17,6 +18,8 @@ def summarize_run(run: Run) -> dict[str, Any]:
     summary = {
         "ok": served["ok"],
         "run_dir": str(run.path),
+        "head": run.recipe.head.type,
+        "target": run.recipe.target,
         "eval": evaluated,
         "serve_check": served,
         "export_path": str(export.resolve()),
@@ -62,6 +65,8 @@ def acceptance_rows(served: dict[str, Any]) -> list[tuple[Any, ...]]:
 def render_summary(summary: dict[str, Any]) -> str:
     served, evaluated = summary["serve_check"], summary["eval"]
     lines = [
+        "",
+        f"{HEADS[summary['head']]} for {summary['target']}",
         "",
         f"held-out evaluation: {evaluated['prompts']} prompts, {evaluated['drafts']} rounds, k={evaluated['k']}, "
         f"temperature {evaluated['temperature']:g}; text equal to plain decoding {evaluated['identical_to_plain']}",

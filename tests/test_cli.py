@@ -74,6 +74,7 @@ def assert_one_line(done: Any, code: int, *said: str) -> None:
         (SMALL, ["target=builtin:nothing"], "target=builtin:nothing: no such built-in target"),
         (SMALL, ["target=./no/folder"], "target=./no/folder: no such folder"),
         (SMALL, ["capture.aux_layers=[9]"], "capture.aux_layers=[9]"),
+        (SMALL, ["train.init_from=no/head"], "train.init_from=no/head: no such folder"),
     ],
     ids=[
         "missing",
@@ -86,6 +87,7 @@ def assert_one_line(done: Any, code: int, *said: str) -> None:
         "unknown-builtin",
         "missing-target",
         "impossible-layer",
+        "missing-head",
     ],
 )
 def test_a_recipe_that_cannot_be_used(
