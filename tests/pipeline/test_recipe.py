@@ -173,6 +173,54 @@ def test_a_missing_recipe_lists_those_there_are(name: str) -> None:
     assert "launch/" not in text
 
 
+# ---- settings that must go together
+
+MEDUSA = "head={type: medusa, num_heads: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.depth=3"], "train.depth=3: head.num_heads is 2"),
+        (["train.depth=1"], "train.depth=1: head.num_heads is 2"),
+        (["eval.k=3"], "eval.k=3: a Medusa head drafts at most head.num_heads=2"),
+        (["eval.k=2", "export.k=3"], "export.k=3: a Medusa head drafts at most head.num_heads=2"),
+        (["eval.k=2", "export.k=2", "serve_check.k=[1, 5]"], "serve_check.k=5: a Medusa head drafts at most"),
+        (["eval.k=2", "export.k=2", "serve_check.k=[2]", "head.shared_lm_head=false"], "head.train_lm_head=False"),
+    ],
+    ids=["deeper", "shallower", "eval", "export", "serve-check", "separate but frozen"],
+)
+def test_a_medusa_head_drafts_and_trains_what_it_has_heads_for(overrides: list[str], said: str, small: str) -> None:
+    assert said in complaint(small, MEDUSA, *overrides)
+
+
+def test_the_depth_of_a_medusa_head_need_not_be_said(small: str) -> None:
+    overrides = [MEDUSA, "eval.k=2", "export.k=1", "serve_check.k=[1, 2]"]
+    assert load_recipe(small, overrides).train.depth == 2
+
+
+def test_eagle3_needs_captured_layers_and_medusa_does_not(small: str) -> None:
+    assert "capture.aux_layers=[]: an EAGLE-3 head reads" in complaint(small, "capture.aux_layers=[]")
+    assert load_recipe(small, ["head={type: medusa}", "serve_check.k=[3]", "capture.aux_layers=[]"])
+
+
+def test_a_head_of_another_type_replaces_the_one_it_extends(tmp_path: Path) -> None:
+    write(tmp_path / "far.yaml", SMALL + "head: {type: eagle3, fc_norm: true}\nserve_check: {k: [3]}\n")
+    path = write(tmp_path / "near.yaml", "extends: far.yaml\nhead: {type: medusa, bias: true}\n")
+    assert load_recipe(str(path)).head.model_dump(exclude_defaults=True) == {"type": "medusa", "bias": True}
+    same = write(tmp_path / "same.yaml", "extends: far.yaml\nhead: {norm_output: true}\n")
+    assert load_recipe(str(same)).head.model_dump(exclude_defaults=True) == {"fc_norm": True, "norm_output": True}
+
+
+@pytest.mark.parametrize(("one", "other"), [("eagle3", "medusa"), ("smoke/eagle3", "smoke/medusa")])
+def test_medusa_reads_the_answers_and_states_of_eagle3(one: str, other: str) -> None:
+    recipes = load_recipe(one), load_recipe(other)
+    assert recipes[0].target == recipes[1].target
+    for name in ("prompts", "respond", "encode", "draft-vocab", "capture"):
+        first, second = (STAGES[name].settings(recipe) for recipe in recipes)
+        assert first == second
+
+
 # ---- the recipes of the project
 
 
