@@ -9,6 +9,7 @@ lm_head stay as they are and the whole vocabulary is drafted: vLLM serves the la
 Shapes: T tokens, R rows, D hidden, A captured layers, U draft vocabulary (all of the target's).
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -171,7 +172,8 @@ def build_attention(config: Any, options: MTPOptions) -> nn.Module:
 
 def build_mlp(config: Any, layout: str) -> nn.Module:
     """Dense, or transformers' own mixture of experts where vLLM's layer of that number has one."""
-    number = int(config.num_hidden_layers)
+    number, config = int(config.num_hidden_layers), copy.copy(config)
+    config._experts_implementation = "eager"  # standing alone, a block finds no choice made
     if layout == "deepseek" and number >= config.first_k_dense_replace:
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 

@@ -2,6 +2,9 @@
 
 The layers learn the greedy texts of a tiny random target by heart, as far as their few parameters go, so that rounds of
 different lengths occur. A norm, order, feedback, bias or tensor that vLLM reads otherwise breaks that pattern.
+
+Only families that vLLM 0.32 serves on a CPU as transformers computes them: Qwen3.5's model cannot be imported there
+(it needs torchvision), and the plain text of its DeepSeek-V3 on a CPU is another.
 """
 
 import shutil
@@ -54,8 +57,14 @@ COMMON: dict[str, Any] = {
 }
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tied llama as mimo": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "glm4_moe, dense": lambda: Glm4MoeConfig(
-        **COMMON, first_k_dense_replace=99, n_routed_experts=4, num_mtp_layers=0, use_qk_norm=True
+    "glm4_moe, experts": lambda: Glm4MoeConfig(
+        **COMMON,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        use_qk_norm=True,
     ),
 }
 
