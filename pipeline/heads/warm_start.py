@@ -288,7 +288,7 @@ def kept_vocab(recipe: Recipe, target: Target) -> DraftVocab | None:
     if size is not None and size != vocab.size:
         raise _refusal(
             checkpoint,
-            f"draft_vocab.size={size}: the head has {vocab.size} draft tokens and keeps them; set draft_vocab.size=null",
+            f"draft_vocab.size={size}: the head has {vocab.size} draft tokens, now kept; set draft_vocab.size=null",
         )
     return vocab
 
