@@ -197,7 +197,7 @@ def link_file(source: Path, link: Path) -> None:
     source = source.resolve()  # in a hub cache files are links into another folder
     for make in (os.link, os.symlink, shutil.copyfile):
         try:
-            make(source, link)  # type: ignore[operator]
+            make(source, link)
         except OSError:
             if make is shutil.copyfile:
                 raise

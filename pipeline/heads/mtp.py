@@ -170,7 +170,7 @@ def build_attention(config: Any, options: MTPOptions) -> nn.Module:
     )
 
 
-def build_mlp(config: Any, layout: str) -> nn.Module:
+def build_mlp(config: Any, layout: str) -> Any:
     """Dense, or transformers' own mixture of experts where vLLM's layer of that number has one."""
     number, config = int(config.num_hidden_layers), copy.copy(config)
     config._experts_implementation = "eager"  # standing alone, a block finds no choice made
