@@ -26,9 +26,6 @@ from drafthead.pipeline.recipe import MTPConfig
 from drafthead.pipeline.target import Target
 from torch import Tensor, nn
 
-EMBEDDING_SHARE = 0.1
-"""What of the token's normed embedding a fresh layer adds to the state, both of the same size."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MTPOptions:
@@ -194,7 +191,9 @@ def build_mlp(config: Any, layout: str) -> Any:
 
 
 def start_from_last_layer(head: MTP, last_layer: Mapping[str, Tensor], norm_D: Tensor) -> None:
-    """Begin as the target's last layer and final norm; the projection passes the state through.
+    """Begin as the target's last layer and final norm; the projection passes the state through, the token not at all.
+
+    Any part of the token's embedding beside the state is slower to learn from (docs/log.md).
 
     Raises:
         InputError: The target's last layer has other parts (linear attention, a dense MLP beside experts).
@@ -206,10 +205,9 @@ def start_from_last_layer(head: MTP, last_layer: Mapping[str, Tensor], norm_D: T
             f"head.start=fresh: the target's last layer has no {missing[0]} to begin with; set head.start=native"
         )
     size = head.fc.out_features
-    identity = torch.eye(size)
     with torch.no_grad():
         head.layer.load_state_dict(found)
-        halves = [EMBEDDING_SHARE * identity, identity]
+        halves = [torch.zeros(size, size), torch.eye(size)]
         head.fc.weight.copy_(torch.cat(halves if head.layout.embedding_first else halves[::-1], 1))
         head.final_norm.weight.copy_(norm_D.float() - head.layout.norm_offset)
     head.is_fresh = True
