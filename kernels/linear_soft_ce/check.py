@@ -86,13 +86,34 @@ def _compare(inputs: _Inputs, loss: str, what: str) -> None:
         "hidden gradient": (found_gradients[0], exact_gradients[0], plain_gradients[0]),
         "weight gradient": (found_gradients[1], exact_gradients[1], plain_gradients[1]),
     }
+    undecided = _undecided(inputs) if loss in ("lk", "lk_hybrid") else 0.0
+    jumps = {"hidden gradient": inputs.weight_UD, "weight gradient": inputs.hidden_RD}
     for name, (one, other, same_dtype) in results.items():
-        within_budget(
-            one.detach(), other.detach(), same_dtype.detach().to(one.dtype), SLACK[dtype], f"{name} of {what}"
-        )
+        slack = SLACK[dtype]
+        if name in jumps and undecided and other.numel():
+            slack += undecided * float(jumps[name].abs().max()) / max(float(other.abs().max()), 1e-30)
+        within_budget(one.detach(), other.detach(), same_dtype.detach().to(one.dtype), slack, f"{name} of {what}")
     if dtype == torch.float32:
         same(found.argmax_R, exact.argmax_R, f"argmax of {what}")
         same(found.hit_R, exact.hit_R, f"hit of {what}")
+
+
+NEAR = {torch.float32: 2**-17, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+"""Relative difference of p and q below which rounding decides which is the smaller."""
+
+
+def _undecided(inputs: _Inputs) -> float:
+    """How far a row's gradient of -sum min(p, q) may jump: it has a corner at every token with p = q."""
+    target = inputs.target
+    given_RU = target.state_RE.double() @ target.lm_head_UE.double().T if isinstance(target, TargetStates) else None
+    logits_RU = target.logits_RU.double() if isinstance(target, TargetLogits) else given_RU
+    assert logits_RU is not None
+    log_sum_R = logits_RU.logsumexp(-1) if inputs.log_sum_R is None else inputs.log_sum_R.double()
+    p_RU = (logits_RU - log_sum_R[:, None]).exp()
+    q_RU = (inputs.hidden_RD.double() @ inputs.weight_UD.double().T).softmax(-1)
+    is_near_RU = (p_RU - q_RU).abs() <= NEAR[inputs.hidden_RD.dtype] * torch.maximum(p_RU, q_RU)
+    mass_R = (q_RU * is_near_RU).sum(-1) * inputs.weight_R
+    return 2 * UPSTREAM * float(mass_R.sum())
 
 
 def _run(inputs: _Inputs, loss: str, dtype: torch.dtype | None) -> tuple[LossRows, list[Tensor]]:

@@ -111,7 +111,8 @@ def row_stats(
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     place = index * stride_b + query * stride_q + ids.to(tl.int64) * stride_v
-    given = tl.load(logits_ptr + place, mask=ids < vocab, other=-float("inf"))
+    # widened first: Triton's interpreter compares the bits of bf16 numbers, and a NaN's equal themselves
+    given = tl.load(logits_ptr + place, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     logit = clean(given)
     temperature = tl.load(temperature_ptr + index)
     place = row * tiles + tile

@@ -324,9 +324,10 @@ def test_another_seed_or_position_gives_other_tokens(name: str) -> None:
     assert ((first != other).any(-1)).double().mean() > 0.3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_greedy_requests_are_verified_as_verify_greedy_does(device: str, impl: str) -> None:
-    given = random_round(torch.Generator().manual_seed(12), (8, 2, 60), "one-hot", special=True)
+def test_greedy_requests_are_verified_as_verify_greedy_does(device: str, impl: str, dtype: torch.dtype) -> None:
+    given = random_round(torch.Generator().manual_seed(12), (8, 2, 60), "one-hot", dtype=dtype, special=True)
     given = replace(given, sampling=replace(given.sampling, temperature_B=torch.zeros(8))).to(device)
     found = verify_sampling(**given.arguments(), impl=impl)
     wanted = verify_greedy(given.logits_BQV, given.draft_BK, given.num_draft_B, impl="reference")
