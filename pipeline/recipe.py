@@ -182,6 +182,9 @@ class TrainConfig(Section):
     depth: int = Field(default=7, ge=1, le=16)
     """Training-time-test steps: how many draft tokens ahead the head is trained; `num_heads` of a Medusa head."""
     loss: Literal["soft_ce", "kl", "lk", "lk_hybrid", "hard_ce"] = "soft_ce"
+    loss_vocab: Count | None = None
+    """For a head that drafts the whole vocabulary with the target's own lm_head (MTP): the loss looks at so many of the
+    most frequent tokens only, which is cheaper by as much. Held-out walks and everything after look at all."""
     step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
     only_surviving: bool = False
@@ -303,6 +306,15 @@ class Recipe(Section):
             raise ValueError(
                 "head.train_lm_head=False: separate lm_heads that all stay the target's are one shared lm_head; "
                 "set head.train_lm_head=true or head.shared_lm_head=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_loss_vocab(self) -> "Recipe":
+        if self.train.loss_vocab is not None and not isinstance(self.head, MTPConfig):
+            raise ValueError(
+                f"train.loss_vocab={self.train.loss_vocab}: only an MTP head is trained over fewer tokens than it "
+                f"drafts; set draft_vocab.size"
             )
         return self
 

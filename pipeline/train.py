@@ -95,6 +95,8 @@ class Inputs:
     heldout_rows: list[Row]
     heldout_store: Store
     frozen: FrozenTarget
+    scored: FrozenTarget
+    """What the loss looks at; `frozen` but for `train.loss_vocab`."""
     opening: int
     """Tokens that all training rows begin with alike."""
 
@@ -119,7 +121,17 @@ class Inputs:
                 raise InputError(f"{store.folder}: no row of {split}.parquet has states")
             opened.append((rows, store))
         (rows, store), (heldout_rows, heldout_store) = opened
-        return cls(rows, store, heldout_rows, heldout_store, frozen, common_opening(rows))
+        scored = frozen
+        if size := run.recipe.train.loss_vocab:
+            scored = frozen.restricted(most_frequent(rows, min(size, run.target.vocab_size), run.target.vocab_size))
+        return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
+
+
+def most_frequent(rows: list[Row], size: int, vocab_size: int) -> Tensor:
+    """Ids of the tokens that the target wrote most often, ascending; of equals the lowest."""
+    written = [token for row in rows for token in row.input_ids[row.context_length :]]
+    counts_V = torch.bincount(torch.tensor(written), minlength=vocab_size)
+    return counts_V.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def common_opening(rows: list[Row]) -> int:
@@ -185,9 +197,10 @@ def work(run: Run) -> None:
         max_grad_norm=settings.max_grad_norm,
     )
     inputs = Inputs.open(run)
-    inputs.frozen.to(accelerator.device)
-    if precision == "fp32":
-        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()  # once, instead of at every step
+    for frozen in {inputs.frozen, inputs.scored}:
+        frozen.to(accelerator.device)
+        if precision == "fp32":
+            frozen.lm_head_UD = frozen.lm_head_UD.float()  # once, instead of at every step
     layer_ids = inputs.store.info.layer_ids
     head = build_head(recipe.head, run.target, inputs.frozen, len(layer_ids), recipe.run.seed)
     head.calibrate(inputs.store.get(inputs.rows[0].key)[1], inputs.frozen)
@@ -383,7 +396,7 @@ def run_head(
         only_surviving=settings.only_surviving,
         context_weight=settings.context_weight if model.training else 0.0,
     )
-    output: HeadOutput = model(batch, inputs.frozen, objective)
+    output: HeadOutput = model(batch, inputs.scored if model.training else inputs.frozen, objective)
     return output
 
 

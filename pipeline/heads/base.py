@@ -108,6 +108,18 @@ class FrozenTarget(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding_VD[tokens]
 
+    def restricted(self, target_ids_U: Tensor) -> "FrozenTarget":
+        """The same target with fewer tokens to tell apart; those kept share memory with this one where they can."""
+        rows_U = self.draft_ids_V[target_ids_U]
+        assert int(rows_U.min()) >= 0, "every token can be drafted"
+        lm_head_VD = self.lm_head_UD.new_empty(0, self.lm_head_UD.shape[1])
+        smaller = FrozenTarget(self.embedding_VD, self.norm_D, lm_head_VD, target_ids_U[:0], self.eps)
+        smaller.lm_head_UD = self.lm_head_UD[rows_U]
+        smaller.target_ids_U = target_ids_U
+        smaller.draft_ids_V = torch.full_like(self.draft_ids_V, -1)
+        smaller.draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U), device=target_ids_U.device)
+        return smaller
+
     def distribution(self, last_RD: Tensor, dtype: torch.dtype) -> TargetStates:
         """The target's distribution behind states before the final norm, as the loss takes it, in `dtype`."""
         return TargetStates(state_RE=self.normed(last_RD).to(dtype), lm_head_UE=self.lm_head_UD.to(dtype))
@@ -124,6 +136,13 @@ class DraftLMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         nn.init.normal_(self.weight, std=0.02)
+
+    @classmethod
+    def of(cls, weight_UD: Tensor) -> "DraftLMHead":
+        """One that holds this very tensor and does not train it."""
+        lm_head = cls(0, weight_UD.shape[1])
+        lm_head.weight = nn.Parameter(weight_UD, requires_grad=False)
+        return lm_head
 
     def forward(
         self,

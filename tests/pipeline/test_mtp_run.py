@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.export.preflight import preflight
-from drafthead.pipeline.heads.build import check_target
+from drafthead.pipeline.heads.build import check_target, load_head
 from drafthead.pipeline.recipe import load_recipe
 from drafthead.pipeline.run_dir import Run, create_run, open_run
 from drafthead.pipeline.stages import STAGES
@@ -54,3 +55,18 @@ def test_a_small_draft_vocabulary_is_refused_before_any_work(cache: Path) -> Non
     recipe = load_recipe("smoke/mtp", ["draft_vocab.size=256"])
     with pytest.raises(InputError, match=r"draft_vocab.size=256: .* set draft_vocab.size=512"):
         check_target(recipe.head, recipe.draft_vocab.size, open_target(recipe.target))
+
+
+def test_a_loss_over_fewer_tokens_leaves_the_drafts_alone(tiny_run: Run, cache: Path, tmp_path: Path) -> None:
+    settings = ["train.tokens=2k", "train.loss_vocab=64", f"run.dir={tmp_path}", "run.name=fewer"]
+    run = create_run(load_recipe("smoke/mtp", settings), STAGES)
+    for name in ("prompts", "respond", "encode", "draft-vocab", "capture", "train"):
+        run.run_stage(name)
+    head, _ = load_head(run.path / "train", run.target)
+    assert head.options.draft_vocab_size == run.target.vocab_size
+    assert torch.equal(head.lm_head.weight, run.target.lm_head_VD)
+
+
+def test_a_loss_vocabulary_is_for_heads_that_draft_everything() -> None:
+    with pytest.raises(InputError, match=r"train.loss_vocab=64: only an MTP head"):
+        load_recipe("smoke/eagle3", ["train.loss_vocab=64"])

@@ -362,6 +362,27 @@ def test_documents_do_not_see_each_other(name: str) -> None:
 # ---- beginnings ------------------------------------------------------------------------------------------
 
 
+def test_a_loss_over_fewer_tokens_is_that_of_their_rows() -> None:
+    """`train.loss_vocab`: p and q over the kept tokens only; the head itself still drafts all."""
+    head = make_head(CASES["mimo of a llama"])
+    frozen = make_frozen(head)
+    batch = pack(make_document(14, 4), make_document(9, 2, seed=1))
+    ids_U = torch.arange(1, len(frozen.target_ids_U), 3)
+    fewer = frozen.restricted(ids_U)
+    found = head(batch, fewer, Objective(depth=1))
+    _, outs = unroll(head, frozen, batch)
+    expected = 0.0
+    for (slot, step), out in outs.items():
+        if step == 0:
+            p_U = (frozen.normed(batch.last_TD[slot + 1]) @ frozen.lm_head_UD[ids_U].T).softmax(-1)
+            expected -= float((p_U * (out @ frozen.lm_head_UD[ids_U].T).log_softmax(-1)).sum())
+    assert float(found.loss.detach()) == pytest.approx(expected, rel=1e-4)
+    everything = head(batch, frozen.restricted(frozen.target_ids_U), Objective(depth=3))
+    whole = head(batch, frozen, Objective(depth=3))
+    assert torch.equal(everything.survived_TK, whole.survived_TK)
+    assert float(everything.loss.detach()) == pytest.approx(float(whole.loss.detach()), rel=1e-6)
+
+
 def write_target(folder: Path, case: Case, norm: float | None = None, **changes: Any) -> Target:
     """A random target of the family; `norm` sets all that the final norm multiplies by."""
     config = case.config()
