@@ -140,7 +140,12 @@ def _patch_language_once() -> None:
         scope = patch(function)
         if is_launch:
             restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
+
+            def close() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = close
         return scope
 
     interpreter._patch_lang = patch_once
