@@ -183,8 +183,8 @@ class TrainConfig(Section):
     """Training-time-test steps: how many draft tokens ahead the head is trained; `num_heads` of a Medusa head."""
     loss: Literal["soft_ce", "kl", "lk", "lk_hybrid", "hard_ce"] = "soft_ce"
     loss_vocab: Count | None = None
-    """For a head that drafts the whole vocabulary with the target's own lm_head (MTP): the loss looks at so many of the
-    most frequent tokens only, which is cheaper by as much. Held-out walks and everything after look at all."""
+    """The loss looks at so many of the most frequent draft tokens only, which is cheaper by as much; for heads that
+    keep the target's lm_head. Held-out walks and everything after look at all that the head drafts."""
     step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
     only_surviving: bool = False
@@ -311,10 +311,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_loss_vocab(self) -> "Recipe":
-        if self.train.loss_vocab is not None and not isinstance(self.head, MTPConfig):
+        if self.train.loss_vocab is not None and self.head.train_lm_head:
             raise ValueError(
-                f"train.loss_vocab={self.train.loss_vocab}: only an MTP head is trained over fewer tokens than it "
-                f"drafts; set draft_vocab.size"
+                f"train.loss_vocab={self.train.loss_vocab}: an lm_head that is trained needs all of its rows in the "
+                f"loss; set head.train_lm_head=false, or a smaller draft_vocab.size"
             )
         return self
 

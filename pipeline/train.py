@@ -123,15 +123,15 @@ class Inputs:
         (rows, store), (heldout_rows, heldout_store) = opened
         scored = frozen
         if size := run.recipe.train.loss_vocab:
-            scored = frozen.restricted(most_frequent(rows, min(size, run.target.vocab_size), run.target.vocab_size))
+            scored = frozen.restricted(most_frequent(rows, size, frozen.target_ids_U, run.target.vocab_size))
         return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
 
 
-def most_frequent(rows: list[Row], size: int, vocab_size: int) -> Tensor:
-    """Ids of the tokens that the target wrote most often, ascending; of equals the lowest."""
+def most_frequent(rows: list[Row], size: int, target_ids_U: Tensor, vocab_size: int) -> Tensor:
+    """Those of the given ids that the target wrote most often, ascending; of equals the lowest."""
     written = [token for row in rows for token in row.input_ids[row.context_length :]]
-    counts_V = torch.bincount(torch.tensor(written), minlength=vocab_size)
-    return counts_V.argsort(descending=True, stable=True)[:size].sort().values
+    counts_U = torch.bincount(torch.tensor(written), minlength=vocab_size)[target_ids_U]
+    return target_ids_U[counts_U.argsort(descending=True, stable=True)[:size].sort().values]
 
 
 def common_opening(rows: list[Row]) -> int:

@@ -3,6 +3,7 @@
 Shapes: T packed tokens, A captured layers, D hidden, U draft vocabulary, K unroll depth, R rows of one step.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class FrozenTarget(nn.Module):
         """Keep the lm_head's rows of the draft vocabulary only; `target_ids_U` says which."""
         super().__init__()
         self.eps = eps
+        self.is_restricted = False
         self.register_buffer("embedding_VD", embedding_VD)
         self.register_buffer("norm_D", norm_D)
         self.register_buffer("lm_head_UD", lm_head_VD[target_ids_U])
@@ -109,16 +111,17 @@ class FrozenTarget(nn.Module):
         return self.embedding_VD[tokens]
 
     def restricted(self, target_ids_U: Tensor) -> "FrozenTarget":
-        """The same target with fewer tokens to tell apart; those kept share memory with this one where they can."""
+        """The same with fewer of its draft tokens; a loss over these reads `lm_head_UD` in place of the head's."""
         rows_U = self.draft_ids_V[target_ids_U]
         assert int(rows_U.min()) >= 0, "every token can be drafted"
-        lm_head_VD = self.lm_head_UD.new_empty(0, self.lm_head_UD.shape[1])
-        smaller = FrozenTarget(self.embedding_VD, self.norm_D, lm_head_VD, target_ids_U[:0], self.eps)
-        smaller.lm_head_UD = self.lm_head_UD[rows_U]
-        smaller.target_ids_U = target_ids_U
-        smaller.draft_ids_V = torch.full_like(self.draft_ids_V, -1)
-        smaller.draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U), device=target_ids_U.device)
-        return smaller
+        fewer = copy.copy(self)
+        fewer._buffers = dict(self._buffers)
+        fewer.is_restricted = True
+        fewer.lm_head_UD = self.lm_head_UD[rows_U]
+        fewer.target_ids_U = target_ids_U
+        fewer.draft_ids_V = torch.full_like(self.draft_ids_V, -1)
+        fewer.draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U), device=target_ids_U.device)
+        return fewer
 
     def distribution(self, last_RD: Tensor, dtype: torch.dtype) -> TargetStates:
         """The target's distribution behind states before the final norm, as the loss takes it, in `dtype`."""

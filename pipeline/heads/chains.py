@@ -69,6 +69,8 @@ class Chains:
         step, row_R, objective = self.step, self.row_R, self.objective
         if step == 0:
             self._read_targets(out_RD.dtype)
+        if self.target.is_restricted:  # `train.loss_vocab`: these rows of the frozen lm_head
+            lm_head = DraftLMHead.of(self.target.lm_head_UD)
         predicted_R = self.lookup_T[row_R + step]
         supervised_R = self.mask_KT[step, row_R]
         weight_R = torch.where(supervised_R, 1.0, objective.context_weight) * self.real_R

@@ -112,11 +112,6 @@ class MTP(RecursiveHead):
     def attention(self) -> Any:
         return self.layer.self_attn
 
-    def scored_by(self, target: FrozenTarget) -> DraftLMHead:
-        """The target's own rows: all of them, or those that `train.loss_vocab` leaves."""
-        whole = len(target.target_ids_U) == self.options.draft_vocab_size
-        return self.lm_head if whole else DraftLMHead.of(target.lm_head_UD)
-
     def fuse(self, aux_RAD: Tensor, last_RD: Tensor, target: FrozenTarget) -> Tensor:
         """The target's state before or behind its final norm."""
         state_RD = target.normed(last_RD) if self.layout.feeds_normed else last_RD

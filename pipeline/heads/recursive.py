@@ -12,7 +12,7 @@ import torch
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.tree_search import TreeShape
 from drafthead.kernels.verify_tree.structure import tree_visibility
-from drafthead.pipeline.heads.base import DraftLMHead, FrozenTarget, Head, HeadBatch, HeadOutput, Objective
+from drafthead.pipeline.heads.base import FrozenTarget, Head, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.blocks import Attention, cached_attention, unroll_attention
 from drafthead.pipeline.heads.chains import Chains, padded_rows
 from torch import Tensor
@@ -76,12 +76,8 @@ class RecursiveHead(Head):
             query = attention.queries(x_RI, batch.position_T[chains.row_R] + step)
             mixed = unroll_attention(query, base, own, batch.documents, chains.row_R)
             out, state_RD = self.leave(residual_RD, attention.output(mixed, x_RI))
-            chains.score(self.scored_by(target), out)
+            chains.score(self.lm_head, out)
         return chains.output()
-
-    def scored_by(self, target: FrozenTarget) -> DraftLMHead:
-        """The lm_head whose rows are the tokens that `target` tells apart."""
-        return self.lm_head
 
 
 class DraftCache:

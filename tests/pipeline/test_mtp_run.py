@@ -65,8 +65,3 @@ def test_a_loss_over_fewer_tokens_leaves_the_drafts_alone(tiny_run: Run, cache: 
     head, _ = load_head(run.path / "train", run.target)
     assert head.options.draft_vocab_size == run.target.vocab_size
     assert torch.equal(head.lm_head.weight, run.target.lm_head_VD)
-
-
-def test_a_loss_vocabulary_is_for_heads_that_draft_everything() -> None:
-    with pytest.raises(InputError, match=r"train.loss_vocab=64: only an MTP head"):
-        load_recipe("smoke/eagle3", ["train.loss_vocab=64"])

@@ -259,3 +259,10 @@ def test_the_saved_recipe_of_a_run_is_the_recipe(cache: Path, tmp_path: Path) ->
     run = create_run(recipe, STAGES)
     assert run.recipe == recipe
     assert load_recipe(str(run.path / "recipe.yaml")) == recipe
+
+
+def test_a_loss_vocabulary_is_for_a_frozen_lm_head() -> None:
+    with pytest.raises(InputError, match=r"train.loss_vocab=64: .* set head.train_lm_head=false"):
+        load_recipe("smoke/eagle3", ["train.loss_vocab=64"])
+    recipe = load_recipe("smoke/eagle3", ["train.loss_vocab=64", "head.train_lm_head=false"])
+    assert recipe.train.loss_vocab == 64
