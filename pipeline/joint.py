@@ -12,6 +12,7 @@ against is the adapted target, since that is the one they will draft for.
 Shapes: T packed tokens, B documents run together, D hidden, R rows of supervised slots.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -139,8 +140,10 @@ def check_adapters(settings: LoraConfig, target: Target) -> None:
     """Refuse, before any work, adapters of matrices that the target's layers lack.
 
     Raises:
-        InputError: Naming what there is.
+        InputError: Naming what there is; or `peft` is not installed.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise InputError("head.lora: the package peft is not installed; run `make setup`")
     inside = [name.removesuffix(".weight") for name in target.tensor_files if "layers." in name]
     known = sorted({name.rsplit(".", 1)[-1] for name in inside if "norm" not in name})
     for name in settings.targets:

@@ -238,9 +238,12 @@ def work(run: Run) -> None:
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
             _save_head(folder, head_weights(weights) if joint else weights, description)
-            report = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), "walk": final}
+            report: dict[str, Any] = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), "walk": final}
             if joint:
                 report["target_quality"] = _save_target(folder, joint, run, inputs)
+                metrics.log(
+                    {f"target/{name}_drop": one for name, one in report["target_quality"]["drop"].items()}, len(steps)
+                )
             write_json(folder / "report.json", report)
             metrics.log({f"heldout/{name}": value for name, value in flat_walk(final).items()}, len(steps))
     accelerator.wait_for_everyone()

@@ -39,11 +39,12 @@ def model_card(results: dict[str, Any]) -> str:
 
 def _front(results: dict[str, Any]) -> str:
     license_name = results.get("license") or "other"
+    which = "a changed form of " if results.get("target_quality") else ""
     return (
         f"---\nbase_model: {results['target']}\nlicense: {license_name}\nlibrary_name: vllm\n"
         f"tags: [speculative-decoding, {results['head']}, draft-head]\n---\n\n"
         f"# {results['name']}\n\n"
-        f"{HEADS[results['head']]} for `{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
+        f"{HEADS[results['head']]} for {which}`{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
         "that model faster and leaves its text as it is. It fits this target alone: another fine-tune needs "
         "its own head."
     )

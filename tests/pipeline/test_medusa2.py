@@ -97,6 +97,7 @@ def test_the_smoke_recipe_exports_heads_for_the_changed_target(make: Any) -> Non
     assert quality["before"]["top1_agreement"] > 0.95, "it wrote these answers, greedily"
     assert quality["drop"]["mean_logprob"] == quality["before"]["mean_logprob"] - quality["after"]["mean_logprob"] != 0
     card = (export / "README.md").read_text()
+    assert f"for a changed form of `builtin:tiny-random` (fingerprint `{changed.fingerprint}`)" in card
     assert "not to `builtin:tiny-random` itself" in card
     assert f"on {quality['tokens']:,} held-out answer tokens" in card
     assert serve_command(changed.path, export) in card
@@ -196,9 +197,13 @@ def test_gradients_reach_adapters_and_heads_and_nothing_else(joint: Any) -> None
         assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
     moved = [name for name, one in model.head.named_parameters() if one.grad is not None and bool(one.grad.any())]
     assert len(moved) == model.head.options.num_heads * model.head.options.num_layers
-    by_heads = torch.autograd.grad(
-        model.head(replace(batch, last_TD=model.last_states(batch)), inputs.frozen, OBJECTIVE).loss, model.adapters()
-    )
+    adapted = replace(batch, last_TD=model.last_states(batch))
+    of_heads = model.head(adapted, inputs.frozen, OBJECTIVE).loss
+    of_target = model.target_loss(batch.last_TD, adapted, inputs.frozen)
+    assert of_heads.item() != pytest.approx(model.head(batch, inputs.frozen, OBJECTIVE).loss.item(), rel=1e-3)
+    both = model(batch, inputs.frozen, OBJECTIVE).loss.item()
+    assert both == pytest.approx(of_target.item() + 0.2 * of_heads.item(), rel=1e-5)
+    by_heads = torch.autograd.grad(of_heads, model.adapters())
     assert all(bool(one.any()) for one in by_heads), "the heads' loss moves the target"
 
 
