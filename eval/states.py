@@ -18,7 +18,9 @@ DECODER_PARTS = (("layers", "norm"), ("h", "ln_f"), ("layers", "norm_f"), ("laye
 class StateRecorder:
     """Run the decoder and keep the states that enter the chosen layers and the final norm, for each thread its own."""
 
-    def __init__(self, model: nn.Module, layers: list[int]):
+    def __init__(self, model: nn.Module, layers: list[int], *, detach: bool = True):
+        """`detach`: keep states without the graph that a gradient would need."""
+        self.detach = detach
         self.decoder, blocks, self.norm = find_decoder(model)
         self.layers = layers
         self.local = threading.local()
@@ -30,7 +32,8 @@ class StateRecorder:
 
     def _keep(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            self._states()[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
+            state = args[0] if args else kwargs["hidden_states"]
+            self._states()[layer] = state.detach() if self.detach else state
 
         return hook
 

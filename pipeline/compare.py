@@ -61,7 +61,7 @@ def compare(runs: Sequence[Run], options: CompareOptions, out: Path) -> dict[str
     """
     settings = check_comparable(runs, options)
     chosen = common_prompts(runs, options.prompts, settings)
-    target = runs[0].target.load(getattr(torch, settings.dtype), "cuda" if torch.cuda.is_available() else "cpu")
+    target = runs[0].served_target.load(getattr(torch, settings.dtype), "cuda" if torch.cuda.is_available() else "cpu")
     loops = [SpeculativeLoop(run, target) for run in runs]
     evaluation = EvalOptions(k=settings.k, temperature=0.0, max_new_tokens=settings.max_new_tokens, limit=None)
     plain = loops[0].generate(chosen.prompts, evaluation, k=0)
@@ -69,7 +69,7 @@ def compare(runs: Sequence[Run], options: CompareOptions, out: Path) -> dict[str
     plain_cost, costs = measure_costs(loops, chosen.prompts, settings)
     names = run_names(runs)
     report = {
-        "target": str(runs[0].target.path),
+        "target": str(runs[0].served_target.path),
         "prompts_file": None if options.prompts is None else str(options.prompts),
         "prompts": len(chosen.prompts),
         "left_out": chosen.left_out,
@@ -115,10 +115,10 @@ def check_comparable(runs: Sequence[Run], options: CompareOptions) -> Settings:
     for run in runs:
         for stage in NEEDED:
             run.input(stage)
-        if run.target.fingerprint != first.target.fingerprint:
+        if run.served_target.fingerprint != first.served_target.fingerprint:
             raise InputError(
-                f"the runs have different targets: {first.path} {first.recipe.target} ({first.target.fingerprint}), "
-                f"{run.path} {run.recipe.target} ({run.target.fingerprint}); compare heads of one target"
+                f"the runs have different targets: {first.path} {_named_target(first)}, "
+                f"{run.path} {_named_target(run)}; compare heads of one target"
             )
     settings = Settings(
         k=_agreed(runs, "k", options.k),
@@ -129,6 +129,12 @@ def check_comparable(runs: Sequence[Run], options: CompareOptions) -> Settings:
     for run in runs:  # a head may draft fewer tokens
         load_recipe(str(run.path / "recipe.yaml"), [f"eval.k={settings.k}"])
     return settings
+
+
+def _named_target(run: Run) -> str:
+    target = run.served_target
+    name = run.recipe.target if target is run.target else target.path  # a joint training changed it
+    return f"{name} ({target.fingerprint})"
 
 
 def _agreed(runs: Sequence[Run], name: str, given: Any) -> Any:

@@ -232,15 +232,16 @@ class SpeculativeLoop:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, settings.dtype)
         folder = run.input("train")
-        head, description = load_head(folder, run.target)
+        target = run.served_target
+        head, description = load_head(folder, target)
         vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
         # the served head is the exported one: its rounding is part of what is predicted
         self.head = head.to(getattr(torch, run.recipe.export.dtype)).to(self.device, dtype)
-        self.frozen = build_frozen_target(run.target, vocab).to(self.device)
+        self.frozen = build_frozen_target(target, vocab).to(self.device)
         self.drafter = self.head.drafter(self.frozen)
-        model = run.target.load(dtype, self.device) if model is None else model
+        model = target.load(dtype, self.device) if model is None else model
         self.target = HFTarget(model, description["aux_layer_ids"])
-        self.end_ids = run.target.end_of_turn_ids
+        self.end_ids = target.end_of_turn_ids
         self.seed = run.recipe.run.seed
 
     def generate(

@@ -1,17 +1,20 @@
 """The optimiser and its schedule: AdamW, linear warm-up, cosine to zero."""
 
 import math
+from collections.abc import Sequence
 
 import torch
-from drafthead.pipeline.recipe import TrainConfig
+from drafthead.pipeline.recipe import Recipe, TrainConfig, lora_of
 from torch import nn
 
 
-def build_optimizer(head: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train; fp32 moments."""
+def build_optimizer(
+    head: nn.Module, settings: TrainConfig, adapters: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """AdamW over the parameters that train, those of the target's adapters in a group of their own; fp32 moments."""
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        parameters,
+        [{"params": group} for group in (parameters, list(adapters)) if group],
         lr=settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -26,3 +29,10 @@ def learning_rate(step: int, total: int, settings: TrainConfig) -> float:
         return settings.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def learning_rates(step: int, total: int, recipe: Recipe) -> list[float]:
+    """Rate of each parameter group of `build_optimizer`: the head's, and that of the target's adapters."""
+    rate = learning_rate(step, total, recipe.train)
+    lora = lora_of(recipe.head)
+    return [rate] if lora is None else [rate, rate * lora.learning_rate / recipe.train.learning_rate]

@@ -12,7 +12,7 @@ from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.heads.build import check_target
 from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
-from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig
+from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig, lora_of
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.target import Target, open_target
@@ -63,7 +63,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
             "bytes_per_token": info.bytes_per_token(),
             "free_gb": round(shutil.disk_usage(existing(cache_dir())).free / 1e9, 1),
         },
-        "memory": {"training_gb": round(training_bytes(recipe, target, size["head"]) / 1e9, 2)},
+        "memory": {"training_gb": round(training_bytes(recipe, target, size) / 1e9, 2)},
         "stages": [
             {"name": name, "finished": run.is_finished(name), "estimated_s": seconds.get(name)} for name in STAGES
         ],
@@ -123,21 +123,33 @@ def num_parameters(recipe: Recipe, target: Target) -> dict[str, int]:
     return {"target": of_target, "head": head + (num_lm_heads * draft_vocab * size if recipe.head.train_lm_head else 0)}
 
 
-def training_bytes(recipe: Recipe, target: Target, head: int) -> int:
+def training_bytes(recipe: Recipe, target: Target, size: dict[str, int]) -> int:
     """Weights, gradients and moments in fp32, frozen embeddings, and the logits of one micro batch."""
+    head = size["head"]
     draft_vocab = draft_vocab_size(recipe, target)
     frozen = (target.vocab_size + draft_vocab) * target.hidden_size * 2
     logits = recipe.train.batch_tokens * draft_vocab * (4 + 2 * recipe.train.depth)
     states = recipe.train.batch_tokens * target.hidden_size * 16 * recipe.train.depth
-    return int(head * 16 + frozen + logits + states)
+    return int(head * 16 + frozen + logits + states) + joint_bytes(recipe, target, size["target"])
+
+
+def joint_bytes(recipe: Recipe, target: Target, parameters: int) -> int:
+    """What training the target too takes: its weights, and what its layers keep of a micro batch for the gradient."""
+    if lora_of(recipe.head) is None:
+        return 0
+    kept = target.num_layers * (10 * target.hidden_size + 4 * target.config.intermediate_size)
+    return int(4 * (parameters + recipe.train.batch_tokens * kept))
 
 
 def estimate_seconds(recipe: Recipe, target_parameters: int, answers: int, tokens: int) -> dict[str, int]:
     scale = target_parameters / REFERENCE_PARAMETERS
+    train = recipe.train.depth / 3 / RATES_CPU["train"]
+    if lora_of(recipe.head) is not None:
+        train += 2 / RATES_CPU["capture"]  # the target, forward and backward
     return {
         "respond": round(answers * scale / RATES_CPU["respond"]),
         "capture": round(tokens * scale / RATES_CPU["capture"]),
-        "train": round(recipe.train.tokens * scale * recipe.train.depth / 3 / RATES_CPU["train"]),
+        "train": round(recipe.train.tokens * scale * train),
     }
 
 

@@ -134,6 +134,22 @@ class Eagle3Config(Section):
     norm_output: bool = False
 
 
+class LoraConfig(Section):
+    """Medusa-2: low-rank adapters of the target, trained with the heads and merged into the target that is served."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    """An adapter's product weighs alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[str] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    """Matrices of every layer that get an adapter."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Of the adapters, on the schedule of `train.learning_rate`, which is the heads'."""
+    target_weight: float = Field(default=1.0, gt=0)
+    """Weight of the target's own loss, which holds it to what it was."""
+    heads_weight: float = Field(default=0.2, gt=0)
+
+
 class MedusaConfig(Section):
     type: Literal["medusa"]
     num_heads: int = Field(default=3, ge=1, le=16)
@@ -146,6 +162,8 @@ class MedusaConfig(Section):
     """One lm_head for all heads (of the draft vocabulary); else each has its own, of the full vocabulary."""
     train_lm_head: bool = False
     """False keeps the target's rows; only a shared lm_head can be kept."""
+    lora: LoraConfig | None = None
+    """Medusa-2, which changes the target; Medusa-1 (the target stays as it is) unless given."""
 
 
 class MTPConfig(Section):
@@ -169,6 +187,11 @@ HeadConfig = Annotated[
     Annotated[Eagle3Config | MedusaConfig | MTPConfig, Field(discriminator="type")],
     BeforeValidator(_eagle3_unless_said),
 ]
+
+
+def lora_of(head: HeadConfig) -> LoraConfig | None:
+    """How the target is trained with the head; None where it stays as it is."""
+    return head.lora if isinstance(head, MedusaConfig) else None
 
 
 class TrainConfig(Section):
@@ -306,6 +329,15 @@ class Recipe(Section):
             raise ValueError(
                 "head.train_lm_head=False: separate lm_heads that all stay the target's are one shared lm_head; "
                 "set head.train_lm_head=true or head.shared_lm_head=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> "Recipe":
+        if lora_of(self.head) is not None and self.run.launch != "single":
+            raise ValueError(
+                f"run.launch={self.run.launch}: head.lora (Medusa-2) trains in one process; set run.launch=single, or "
+                f"leave head.lora out"
             )
         return self
 
@@ -454,8 +486,10 @@ def _is_in_head(location: tuple[Any, ...]) -> bool:
 def _keys_beside(location: tuple[Any, ...]) -> list[str]:
     """Names of the fields of the section that `location` (of an unknown key) lies in."""
     if _is_in_head(location):
-        return list(HEAD_CONFIGS[location[1]].model_fields)
-    model: type[BaseModel] = Recipe
+        model: type[BaseModel] = HEAD_CONFIGS[location[1]]
+        location = location[2:]
+    else:
+        model = Recipe
     for part in location[:-1]:
         if isinstance(part, str) and part in model.model_fields:
             found = _section_of(model.model_fields[part].annotation)

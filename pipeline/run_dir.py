@@ -26,11 +26,13 @@ from drafthead.data.errors import InputError
 from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.export.folder import served_path
-from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe
+from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe, lora_of
 from drafthead.pipeline.target import Target, open_target
 
 MANIFEST = "manifest.json"
 INGREDIENTS = "ingredients.json"
+MERGED_TARGET = "target"
+"""Below the train folder: the target that a joint training (Medusa-2) changed."""
 FORMAT = 1
 PACKAGES = (
     "torch",
@@ -40,6 +42,7 @@ PACKAGES = (
     "deepspeed",
     "accelerate",
     "datasets",
+    "peft",
     "triton",
     "wandb",
 )
@@ -80,6 +83,13 @@ class Run:
     @functools.cached_property
     def target(self) -> Target:
         return open_target(self.recipe.target)
+
+    @functools.cached_property
+    def served_target(self) -> Target:
+        """The target that the trained head drafts for: the recipe's, or what a joint training made of it."""
+        if lora_of(self.recipe.head) is None:
+            return self.target
+        return Target((self.folder("train") / MERGED_TARGET).resolve())
 
     # ---- where things are
 
@@ -233,7 +243,7 @@ class Run:
         """Write run.json."""
         exported = self.path / "export"
         is_exported = (exported / MANIFEST).is_file()
-        served = served_path(self.target.path, exported).resolve() if is_exported else self.target.path
+        served = served_path(self.served_target.path, exported).resolve() if is_exported else self.target.path
         self.record.update(recipe=self.recipe.model_dump(mode="json"), target_path=str(served))
         self.record["export_path"] = str(exported.resolve()) if is_exported else None
         self.record.update(provenance())

@@ -76,7 +76,7 @@ def _serve(
 ) -> Served:
     """All prompts at once, with `behind` tokens more; then the timed ones alone."""
     settings = run.recipe.serve_check
-    speculative, model = None, run.target.path
+    speculative, model = None, run.served_target.path
     if k is not None:
         export = run.input("export")
         speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}

@@ -39,7 +39,7 @@ def _capture_settings(recipe: Recipe) -> dict[str, Any]:
 
 def _train_settings(recipe: Recipe) -> dict[str, Any]:
     return {
-        "head": recipe.head.model_dump(),
+        "head": recipe.head.model_dump(exclude_none=True),  # an option that came later and is not used changes no key
         "train": recipe.train.model_dump(exclude={"log_every", "keep_checkpoints", "checkpoint_every"}),
         "launch": recipe.run.launch,
         "seed": recipe.run.seed,

@@ -5,6 +5,7 @@ from typing import Any
 from drafthead.data.files import read_json
 from drafthead.pipeline.export.card import HEADS
 from drafthead.pipeline.export.folder import serve_command
+from drafthead.pipeline.merged_target import quality_lines
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
 
@@ -20,10 +21,11 @@ def summarize_run(run: Run) -> dict[str, Any]:
         "run_dir": str(run.path),
         "head": run.recipe.head.type,
         "target": run.recipe.target,
+        "target_quality": run.report("train").get("target_quality"),
         "eval": evaluated,
         "serve_check": served,
         "export_path": str(export.resolve()),
-        "serve_command": serve_command(run.target.path, export),
+        "serve_command": serve_command(run.served_target.path, export),
         "seconds": {name: stage["seconds"] for name, stage in run.record["stages"].items()},
     }
     if run.record.get("published") != run.key("serve-check"):
@@ -68,6 +70,7 @@ def render_summary(summary: dict[str, Any]) -> str:
         "",
         f"{HEADS[summary['head']]} for {summary['target']}",
         "",
+        *([*quality_lines(summary["target_quality"]), ""] if summary["target_quality"] else []),
         f"held-out evaluation: {evaluated['prompts']} prompts, {evaluated['drafts']} rounds, k={evaluated['k']}, "
         f"temperature {evaluated['temperature']:g}; text equal to plain decoding {evaluated['identical_to_plain']}",
         f"  {'domain':<16} {'rounds':>6}  accept length (1 + accepted / rounds)",

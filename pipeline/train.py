@@ -5,7 +5,8 @@
 
 Notable: the loss of a step is a sum over all its supervised slots divided by their global count, so packing,
 accumulation and ranks do not change it; what is watched on held-out answers is the walk (eval/acceptance.py), not an
-average over slots.
+average over slots. Where the target is trained too (Medusa-2), a `JointModel` takes the head's place, and the target
+that results is written beside the head.
 """
 
 import contextlib
@@ -38,12 +39,15 @@ from drafthead.pipeline.export.folder import initial_digests
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.build import build_frozen_target, build_head, describe_head
 from drafthead.pipeline.heads.warm_start import load_warm_start
+from drafthead.pipeline.joint import JointModel, head_weights
 from drafthead.pipeline.launch import Precision, build_ops, full_weights, launch_command, loss_scale, make_accelerator
-from drafthead.pipeline.optim import build_optimizer, learning_rate
+from drafthead.pipeline.merged_target import compare_quality, quality_lines, write_merged
+from drafthead.pipeline.optim import build_optimizer, learning_rates
 from drafthead.pipeline.progress import progress
-from drafthead.pipeline.recipe import Recipe, TrainConfig
+from drafthead.pipeline.recipe import Recipe, TrainConfig, lora_of
 from drafthead.pipeline.respond import SPLITS
-from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.run_dir import MERGED_TARGET, Run
+from drafthead.pipeline.target import Target
 from drafthead.pipeline.tracking import Tracker
 from torch import Tensor, nn
 
@@ -212,13 +216,17 @@ def work(run: Run) -> None:
         "trained_length": max(len(row.input_ids) for row in inputs.rows),
         "target_fingerprint": run.target.fingerprint,
     }
+    lora = lora_of(recipe.head)
+    joint = None if lora is None else JointModel(head, run.target, lora, recipe.run.seed)
     lengths = [len(row.input_ids) for row in inputs.rows]
     ranks = accelerator.num_processes
     steps = plan_steps(lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens)
     if accelerator.is_main_process:
-        _print_plan(accelerator, head, inputs, lengths, len(steps), recipe, precision)
+        _print_plan(accelerator, joint or head, inputs, lengths, len(steps), recipe, precision)
 
-    model, optimizer = accelerator.prepare(head, build_optimizer(head, settings))
+    model, optimizer = accelerator.prepare(
+        joint or head, build_optimizer(head, settings, joint.adapters() if joint else [])
+    )
     state = load_newest(accelerator, folder / "checkpoints") or {"step": 0, "tokens": 0}
     log = TrainLog(folder / "log.jsonl", state["step"]) if accelerator.is_main_process else None
     config = recipe.model_dump(mode="json")
@@ -229,8 +237,13 @@ def work(run: Run) -> None:
         final = heldout_walk(accelerator, model, inputs, recipe)
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
-            _save_head(folder, weights, description)
-            report = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), "walk": final}
+            _save_head(folder, head_weights(weights) if joint else weights, description)
+            report: dict[str, Any] = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), "walk": final}
+            if joint:
+                report["target_quality"] = _save_target(folder, joint, run, inputs)
+                metrics.log(
+                    {f"target/{name}_drop": one for name, one in report["target_quality"]["drop"].items()}, len(steps)
+                )
             write_json(folder / "report.json", report)
             metrics.log({f"heldout/{name}": value for name, value in flat_walk(final).items()}, len(steps))
     accelerator.wait_for_everyone()
@@ -283,9 +296,9 @@ def _loop(
     with progress(len(steps), "train", "step", state["step"]) if shown else contextlib.nullcontext() as bar:
         for number, step in enumerate(todo, start=state["step"]):
             total_slots = sum(slots[row] for pack in step for row in pack)
-            rate = learning_rate(number, len(steps), settings)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate, *_ = rates = learning_rates(number, len(steps), recipe)
+            for group, group_rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = group_rate
             norm = _take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally, threads)
             state["tokens"] += sum(lengths[row] for pack in step for row in pack)
             done = number + 1
@@ -454,6 +467,14 @@ def _save_head(folder: Path, weights: dict[str, Tensor], description: dict[str, 
         raise InputError(f"{folder}: training did not change the head; is train.learning_rate too small?")
     write_atomically(folder / "head.safetensors", lambda temporary: save_file(tensors, temporary))
     write_json(folder / "head.json", description)
+
+
+def _save_target(folder: Path, joint: JointModel, run: Run, inputs: Inputs) -> dict[str, Any]:
+    """Write the target as the adapters have made it; returns `compare_quality` of it and of the recipe's target."""
+    write_merged(folder / MERGED_TARGET, run.target, joint.merged_tensors())
+    quality = compare_quality(run.target, Target(folder / MERGED_TARGET), inputs.heldout_rows)
+    print("\n".join(quality_lines(quality)), file=sys.stderr)
+    return quality
 
 
 def _step_tokens(steps: list[list[list[int]]], lengths: list[int]) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from drafthead.pipeline.merged_target import quality_lines
+
 MEASURES = (
     ("mean_acceptance_length", "mean acceptance length (1 + accepted / rounds, pooled)"),
     ("mean_of_requests_acceptance_length", "mean of the requests' own acceptance lengths"),
@@ -16,13 +18,14 @@ def model_card(results: dict[str, Any]) -> str:
 
     Args:
         results: `name`, `head` (its type), `target` and `fingerprint`; `eval`, the object of `drafthead eval --json`;
-            `serve_check`, that of `drafthead serve-check --json`, where there is one; `temperature`;
-            `data` and `versions`, a name and a value each; `trained_length`; `serve_command`; `license`,
-            the target's, where known.
+            `serve_check`, that of `drafthead serve-check --json`, where there is one; `target_quality`, that of
+            `compare_quality`, where the target was trained too; `temperature`; `data` and `versions`, a name and a
+            value each; `trained_length`; `serve_command`; `license`, the target's, where known.
     """
     sections = [
         _front(results),
         _serving(results),
+        _changed_target(results),
         _acceptance(results["eval"]),
         _branched(results["eval"]),
         _served(results.get("serve_check")),
@@ -36,11 +39,12 @@ def model_card(results: dict[str, Any]) -> str:
 
 def _front(results: dict[str, Any]) -> str:
     license_name = results.get("license") or "other"
+    which = "a changed form of " if results.get("target_quality") else ""
     return (
         f"---\nbase_model: {results['target']}\nlicense: {license_name}\nlibrary_name: vllm\n"
         f"tags: [speculative-decoding, {results['head']}, draft-head]\n---\n\n"
         f"# {results['name']}\n\n"
-        f"{HEADS[results['head']]} for `{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
+        f"{HEADS[results['head']]} for {which}`{results['target']}` (fingerprint `{results['fingerprint']}`). It makes "
         "that model faster and leaves its text as it is. It fits this target alone: another fine-tune needs "
         "its own head."
     )
@@ -51,6 +55,18 @@ def _serving(results: dict[str, Any]) -> str:
         f"## Serve\n\n```\n{results['serve_command']}\n```\n\n"
         f"Trained on rows of up to {results['trained_length']} tokens; expect fewer accepted drafts on "
         "longer ones."
+    )
+
+
+def _changed_target(results: dict[str, Any]) -> str:
+    """What joint training did to the target, where there was any."""
+    if not results.get("target_quality"):
+        return ""
+    lines = "\n".join(quality_lines(results["target_quality"]))
+    return (
+        f"## The target was trained too\n\nThe heads belong to the changed target in the command above (Medusa-2: "
+        f"low-rank adapters, merged), not to `{results['target']}` itself, and what it writes may differ from that "
+        f"one's.\n\n```\n{lines}\n```"
     )
 
 

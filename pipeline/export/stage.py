@@ -30,13 +30,13 @@ def export(run: Run) -> dict[str, Any]:
     head = TrainedHead(
         state=load_file(trained / "head.safetensors"),
         description=description,
-        target=run.target,
+        target=run.served_target,
         vocab=vocab,
         k=run.recipe.export.k,
         dtype=run.recipe.export.dtype,
     )
     LAYOUTS[description["type"]].write(folder, head)
-    report = preflight(folder, run.target.path)
+    report = preflight(folder, run.served_target.path)
     if not report.ok:
         first = report.failures[0]
         raise GateError(first["gate"], first["field"], first["message"])
@@ -54,8 +54,9 @@ def write_card(run: Run, served: dict[str, Any] | None) -> None:
         "name": run.recipe.run.name,
         "head": run.recipe.head.type,
         "target": run.recipe.target,
-        "fingerprint": run.target.fingerprint,
+        "fingerprint": run.served_target.fingerprint,
         "eval": run.report("eval"),
+        "target_quality": run.report("train").get("target_quality"),
         "temperature": run.recipe.eval.temperature,
         "serve_check": served,
         "data": {
@@ -68,7 +69,7 @@ def write_card(run: Run, served: dict[str, Any] | None) -> None:
         },
         "versions": {**provenance()["versions"], "commit": provenance()["commit"]},
         "trained_length": read_json(run.input("train") / "head.json")["trained_length"],
-        "serve_command": serve_command(run.target.path, folder),
+        "serve_command": serve_command(run.served_target.path, folder),
     }
     write_text(folder / "README.md", model_card(results))
     if (folder / MANIFEST).is_file():

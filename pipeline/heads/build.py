@@ -12,6 +12,7 @@ from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
 from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions, check_lm_heads
 from drafthead.pipeline.heads.mtp import MTP, MTPOptions, check_vocab
 from drafthead.pipeline.heads.mtp_layouts import resolve_layout
+from drafthead.pipeline.joint import check_adapters
 from drafthead.pipeline.recipe import HeadConfig, MedusaConfig, MTPConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
@@ -38,10 +39,12 @@ def check_target(config: HeadConfig, draft_vocab: int, target: Target) -> None:
     """Refuse, before any work, a target that such a head cannot be made or served for.
 
     Raises:
-        InputError: See `check_lm_heads`, `resolve_layout` and `check_vocab`.
+        InputError: See `check_lm_heads`, `check_adapters`, `resolve_layout` and `check_vocab`.
     """
     if isinstance(config, MedusaConfig):
         check_lm_heads(config, draft_vocab, target.vocab_size)
+        if config.lora is not None:
+            check_adapters(config.lora, target)
     if isinstance(config, MTPConfig):
         resolve_layout(config.layout, target)
         check_vocab(draft_vocab, target.vocab_size)
