@@ -174,9 +174,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def run_recipe(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.export.layouts import check_export_path
-    from drafthead.pipeline.heads.build import check_target
-    from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
-    from drafthead.pipeline.plan import make_plan, render_plan
+    from drafthead.pipeline.plan import check_head, make_plan, render_plan
     from drafthead.pipeline.recipe import load_recipe
     from drafthead.pipeline.run_dir import create_run
     from drafthead.pipeline.stages import STAGES
@@ -189,9 +187,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
         plan = make_plan(recipe)
         _print(arguments, plan, render_plan(plan))
         return 0
-    target = open_target(recipe.target)
-    check_warm_start(recipe, target)
-    check_target(recipe.head, draft_vocab_size(recipe, target), target)
+    check_head(recipe, open_target(recipe.target))
     run = create_run(recipe, STAGES)
     with _output_of_stages_to_stderr():
         for name in STAGES:

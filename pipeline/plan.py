@@ -24,6 +24,16 @@ MEAN_PROMPT_TOKENS = 110
 UNKNOWN_SOURCE_PROMPTS = 100_000
 
 
+def check_head(recipe: Recipe, target: Target) -> None:
+    """Refuse, before any work, a head that cannot be made for the target.
+
+    Raises:
+        InputError: See `check_warm_start` and `check_target`.
+    """
+    check_warm_start(recipe, target)
+    check_target(recipe.head, draft_vocab_size(recipe, target), target)
+
+
 def make_plan(recipe: Recipe) -> dict[str, Any]:
     """Estimate every stage; the numbers of prompts of files and hub data sets are counted or assumed, and marked so.
 
@@ -31,8 +41,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         InputError: The target or a setting cannot be used.
     """
     target = open_target(recipe.target)
-    check_warm_start(recipe, target)
-    check_target(recipe.head, draft_vocab_size(recipe, target), target)
+    check_head(recipe, target)
     layers = target.resolve_aux_layers(recipe.capture.aux_layers)
     prompts, exact = count_prompts(recipe)
     answers = prompts * recipe.respond.max_new_tokens

@@ -7,7 +7,6 @@ data/prompts/README.md.
     python -m drafthead.pipeline.shipped runs/NAME SOURCE     # write them again, from a finished respond stage
 """
 
-import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,35 +30,29 @@ class ShippedAnswers:
     @classmethod
     def of(cls, run: Run) -> "ShippedAnswers":
         """Those that fit the run's target and settings; none is no error."""
-        if not run.recipe.respond.shipped_answers:
-            return cls({})
-        for path in sorted(FOLDER.glob("*.json")):
-            made = read_json(path)
-            if made["fingerprint"] == run.target.fingerprint and made["settings"] == _settings(run.recipe.respond):
-                rows = read_jsonl(path.with_suffix(".jsonl"))
-                return cls({row["context"]: row["completion_ids"] for row in rows})
-        return cls({})
+        path = _fitting_file(run)
+        return cls({row["context"]: row["completion_ids"] for row in read_jsonl(path)} if path else {})
 
     def find(self, context_ids: list[int]) -> list[int] | None:
-        return self.completions.get(context_digest(context_ids))
+        return self.completions.get(digest(context_ids))
 
 
-def context_digest(context_ids: list[int]) -> str:
-    return digest(context_ids)
+def shipped_hash(run: Run) -> str | None:
+    """Contents of the answers that fit the run: others are another output of the stage."""
+    path = _fitting_file(run)
+    return sha256_of(path) if path else None
+
+
+def _fitting_file(run: Run) -> Path | None:
+    """What this target wrote with these settings, if it is shipped and wanted."""
+    settings = run.recipe.respond
+    described = sorted(FOLDER.glob("*.json")) if settings.shipped_answers else []
+    made = {"fingerprint": run.target.fingerprint, "settings": _settings(settings)} if described else None
+    return next((path.with_suffix(".jsonl") for path in described if read_json(path) == made), None)
 
 
 def _settings(settings: RespondConfig) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in SAME}
-
-
-@functools.cache
-def _hashes() -> dict[str, str]:
-    return {path.name: sha256_of(path) for path in sorted(FOLDER.glob("*.json*"))}
-
-
-def shipped_hashes(run: Run) -> dict[str, str]:
-    """Contents of the shipped answers: others are another output of the stage."""
-    return _hashes() if run.recipe.respond.shipped_answers else {}
 
 
 def write_shipped(run: Run, source: str, folder: Path = FOLDER) -> int:
@@ -71,7 +64,7 @@ def write_shipped(run: Run, source: str, folder: Path = FOLDER) -> int:
         if row["split"] == "train" and sources[row["id"]] == source
     ]
     rows = [
-        {"id": row["id"], "context": context_digest(row["context_ids"]), "completion_ids": row["completion_ids"]}
+        {"id": row["id"], "context": digest(row["context_ids"]), "completion_ids": row["completion_ids"]}
         for row in sorted(answers, key=lambda row: (row["id"], row["turn"]))
     ]
     name = run.recipe.target.removeprefix("builtin:")

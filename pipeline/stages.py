@@ -12,7 +12,7 @@ from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.respond import respond
 from drafthead.pipeline.run_dir import Stage
 from drafthead.pipeline.serve_check import serve_check
-from drafthead.pipeline.shipped import shipped_hashes
+from drafthead.pipeline.shipped import shipped_hash
 from drafthead.pipeline.train import train
 
 
@@ -63,7 +63,7 @@ STAGES: dict[str, Stage] = {
             settings=_respond_settings,
             work=respond,
             shared=True,
-            extra=shipped_hashes,
+            extra=shipped_hash,
         ),
         Stage(
             name="encode",

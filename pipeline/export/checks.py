@@ -4,7 +4,7 @@ Only the two folders are read. vLLM itself raises for hardly any of these faults
 is served at acceptance length 1, with the right text.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,18 @@ def fixed_failures(config: dict[str, Any], fixed: Mapping[str, Any]) -> Iterator
     for name, right in fixed.items():
         if type(config.get(name)) is not type(right) or config[name] != right:
             yield export_failure(name, f"is {config.get(name)!r}, must be {right!r}")
+
+
+def size_failures(config: dict[str, Any], names: Iterable[str]) -> Iterator[Failure]:
+    for name in names:
+        if not is_size(config.get(name)):
+            yield export_failure(name, f"is {config.get(name)!r}, must be a positive integer")
+
+
+def flag_failures(config: dict[str, Any], names: Iterable[str]) -> Iterator[Failure]:
+    for name in names:
+        if type(config.get(name)) is not bool:
+            yield export_failure(name, f"is {config.get(name)!r}, must be true or false: vLLM would guess")
 
 
 def dtype_failures(config: dict[str, Any]) -> Iterator[Failure]:

@@ -11,12 +11,14 @@ from drafthead.pipeline.export.checks import (
     dtype_failures,
     export_failure,
     fixed_failures,
+    flag_failures,
     is_size,
     null_failures,
     provenance_failures,
     provenance_of,
     rope_failures,
     shape_failures,
+    size_failures,
     speculative_failures,
     value_failures,
 )
@@ -73,15 +75,11 @@ def eagle3_failures(export: Export) -> list[Failure]:
 def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Failure]:
     yield from null_failures(config)
     yield from fixed_failures(config, FIXED)
-    for name in SIZES:
-        if not is_size(config.get(name)):
-            yield export_failure(name, f"is {config.get(name)!r}, must be a positive integer")
+    yield from size_failures(config, SIZES)
     for name, theirs in OF_TARGET.items():
         if config.get(name) != target.get(theirs):
             yield export_failure(name, f"is {config.get(name)!r}, the target's {theirs} is {target.get(theirs)!r}")
-    for name in NORMS:
-        if not isinstance(config.get(name), bool):
-            yield export_failure(name, f"is {config.get(name)!r}, must be true or false: vLLM would guess")
+    yield from flag_failures(config, NORMS)
     yield from dtype_failures(config)
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if is_size(heads) and is_size(groups) and heads % groups:

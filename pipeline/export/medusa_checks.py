@@ -10,12 +10,14 @@ from drafthead.pipeline.export.checks import (
     dtype_failures,
     export_failure,
     fixed_failures,
+    flag_failures,
     is_size,
     null_failures,
     path_failures,
     provenance_failures,
     provenance_of,
     shape_failures,
+    size_failures,
     speculative_failures,
     value_failures,
 )
@@ -65,12 +67,8 @@ def medusa_failures(export: Export) -> list[Failure]:
 def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Failure]:
     yield from null_failures(config)
     yield from fixed_failures(config, FIXED)
-    for name in SIZES:
-        if not is_size(config.get(name)):
-            yield export_failure(name, f"is {config.get(name)!r}, must be a positive integer")
-    for name in FLAGS:
-        if type(config.get(name)) is not bool:
-            yield export_failure(name, f"is {config.get(name)!r}, must be true or false: vLLM would guess")
+    yield from size_failures(config, SIZES)
+    yield from flag_failures(config, FLAGS)
     for name, why in OF_TARGET.items():
         if config.get(name) != target.get(name):
             yield export_failure(name, f"is {config.get(name)!r}, the target's is {target.get(name)!r}: {why}")

@@ -103,9 +103,7 @@ class FrozenTarget(nn.Module):
         self.register_buffer("norm_D", norm_D)
         self.register_buffer("lm_head_UD", lm_head_VD[target_ids_U])
         self.register_buffer("target_ids_U", target_ids_U)
-        draft_ids_V = torch.full((len(embedding_VD),), -1)
-        draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U))
-        self.register_buffer("draft_ids_V", draft_ids_V)
+        self.register_buffer("draft_ids_V", draft_ids(target_ids_U, len(embedding_VD)))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding_VD[tokens]
@@ -119,8 +117,7 @@ class FrozenTarget(nn.Module):
         fewer.is_restricted = True
         fewer.lm_head_UD = self.lm_head_UD[rows_U]
         fewer.target_ids_U = target_ids_U
-        fewer.draft_ids_V = torch.full_like(self.draft_ids_V, -1)
-        fewer.draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U), device=target_ids_U.device)
+        fewer.draft_ids_V = draft_ids(target_ids_U, len(self.draft_ids_V))
         return fewer
 
     def distribution(self, last_RD: Tensor, dtype: torch.dtype) -> TargetStates:
@@ -130,6 +127,13 @@ class FrozenTarget(nn.Module):
     def normed(self, last_RD: Tensor) -> Tensor:
         """States behind the final norm, fp32."""
         return rms_normalize(last_RD, self.norm_D, self.eps)
+
+
+def draft_ids(target_ids_U: Tensor, vocab_size: int) -> Tensor:
+    """Draft id of each target id [V]; -1 where there is none."""
+    draft_ids_V = torch.full((vocab_size,), -1, device=target_ids_U.device)
+    draft_ids_V[target_ids_U] = torch.arange(len(target_ids_U), device=target_ids_U.device)
+    return draft_ids_V
 
 
 class DraftLMHead(nn.Module):

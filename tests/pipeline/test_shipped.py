@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafthead.data.files import read_json, read_jsonl
+from drafthead.data.files import digest, read_json, read_jsonl
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN
 from drafthead.data.template import Template
 from drafthead.pipeline import shipped
 from drafthead.pipeline.respond import respond
 from drafthead.pipeline.run_dir import Run
-from drafthead.pipeline.shipped import ShippedAnswers, context_digest, write_shipped
+from drafthead.pipeline.shipped import ShippedAnswers, write_shipped
 from drafthead.pipeline.target import open_target
 
 MakeRun = Any
@@ -100,4 +100,4 @@ def test_the_shipped_answers_are_those_of_the_built_in_target(monkeypatch: pytes
         found = known.find(context)
         assert found is not None, row["id"]
         assert found[-1] in template.end_of_turn_ids or len(found) == 96
-        assert context_digest(context) in known.completions
+        assert digest(context) in known.completions
