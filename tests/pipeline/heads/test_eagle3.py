@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 
+from tests.pipeline.heads.documents import Document, pack
+
 V, U, D, A, K = 24, 12, 32, 3, 4
 HEADS, GROUPS, P = 4, 2, 8
 THETA, EPS = 10_000.0, 1e-5
@@ -74,19 +76,6 @@ def make_frozen(seed: int = 1) -> FrozenTarget:
     return FrozenTarget(embedding_VD, norm_D, lm_head_VD * 0.3, torch.arange(0, V, 2) + 1, EPS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One row of data before packing."""
-
-    tokens_T: Tensor
-    aux_TAD: Tensor
-    last_TD: Tensor
-    supervised_T: Tensor
-
-    def __len__(self) -> int:
-        return len(self.tokens_T)
-
-
 def make_document(head: Eagle3, frozen: FrozenTarget, length: int, context: int, seed: int = 0) -> Document:
     """Random data, in which some chains of drafts hit once, twice, ... K times."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,19 +91,6 @@ def make_document(head: Eagle3, frozen: FrozenTarget, length: int, context: int,
         aux_TAD=aux_TAD,
         last_TD=torch.randn(length, D, generator=generator) * 2,
         supervised_T=torch.arange(length) >= context,
-    )
-
-
-def pack(*documents: Document) -> HeadBatch:
-    lengths = [len(document) for document in documents]
-    starts = itertools.accumulate(lengths, initial=0)
-    return HeadBatch(
-        tokens_T=torch.cat([document.tokens_T for document in documents]),
-        aux_TAD=torch.cat([document.aux_TAD for document in documents]),
-        last_TD=torch.cat([document.last_TD for document in documents]),
-        position_T=torch.cat([torch.arange(length) for length in lengths]),
-        supervised_T=torch.cat([document.supervised_T for document in documents]),
-        documents=list(zip(starts, lengths, strict=False)),
     )
 
 
@@ -239,7 +215,7 @@ class Served:
             predicted = range(slot + 2, min(slot + 2 + K, len(tokens)))
             depth = len(list(itertools.takewhile(lambda place: bool(document.supervised_T[place]), predicted)))
             alive = True
-            for step, out_D in enumerate(self.chain(tokens, document.aux_TAD, slot, depth)):
+            for step, out_D in enumerate(self.chain(tokens, document.aux(), slot, depth)):
                 outs[slot, step] = out_D.detach()
                 logits_U = self.logits(out_D)
                 last_D = served_norm(document.last_TD[slot + 1 + step].double(), self.frozen.norm_D.double())
@@ -304,7 +280,7 @@ def test_unroll_equals_decoding_with_the_cache(norms: dict[str, bool]) -> None:
     found = unroll(head, frozen, pack(document))
     embedded_TD, fused_TD = (
         frozen.embed(document.tokens_T),
-        head.fuse(document.aux_TAD, document.last_TD, frozen).detach(),
+        head.fuse(document.aux(), document.last_TD, frozen).detach(),
     )
     with torch.no_grad():
         for slot in range(1, 11):
@@ -330,7 +306,7 @@ def test_cache_is_rolled_back_by_writing_again() -> None:
     document = make_document(head, frozen, 10, 2, seed=6)
     embedded_TD, fused_TD = (
         frozen.embed(document.tokens_T)[None],
-        head.fuse(document.aux_TAD, document.last_TD, frozen).detach()[None],
+        head.fuse(document.aux(), document.last_TD, frozen).detach()[None],
     )
 
     def true_slots(cache: DraftCache, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -488,7 +464,7 @@ def test_drafts_do_not_see_the_future(norms: dict[str, bool]) -> None:
     before = unroll(head, frozen, pack(document))
     generator = torch.Generator().manual_seed(17)
     for slot, step in [(1, 0), (2, 0), (2, 3), (5, 1), (8, 2), (7, 3)]:
-        tokens_T, aux_TAD = document.tokens_T.clone(), document.aux_TAD.clone()
+        tokens_T, aux_TAD = document.tokens_T.clone(), document.aux().clone()
         tokens_T[slot + 2 + step :] = (tokens_T[slot + 2 + step :] + 5) % V
         aux_TAD[slot + 1 :] = torch.randn(aux_TAD[slot + 1 :].shape, generator=generator)
         last_TD = torch.randn(document.last_TD.shape, generator=generator)
@@ -505,7 +481,7 @@ def test_drafts_do_see_all_of_the_past(changed: str) -> None:
     document = make_document(head, frozen, 12, 3, seed=18)
     before = unroll(head, frozen, pack(document))
     for slot, step in [(1, 0), (4, 2), (5, 3)]:
-        tokens_T, aux_TAD = document.tokens_T.clone(), document.aux_TAD.clone()
+        tokens_T, aux_TAD = document.tokens_T.clone(), document.aux().clone()
         if changed == "token":
             tokens_T[slot + 1 + step] = (tokens_T[slot + 1 + step] + 1) % V
         else:

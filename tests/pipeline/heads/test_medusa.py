@@ -26,6 +26,8 @@ from drafthead.pipeline.target import Target, open_target
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.pipeline.heads.documents import Document, pack
+
 V, U, D, K = 24, 12, 32, 4
 EPS, STEP_WEIGHT, CONTEXT_WEIGHT = 1e-5, 0.7, 0.3
 SHAPES: dict[str, dict[str, Any]] = {
@@ -71,18 +73,6 @@ def make_frozen(shape: str = "shared lm_head", seed: int = 1) -> FrozenTarget:
     return FrozenTarget(embedding_VD, norm_D, lm_head_VD * 0.3, ids_U, EPS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One row of data before packing."""
-
-    tokens_T: Tensor
-    last_TD: Tensor
-    supervised_T: Tensor
-
-    def __len__(self) -> int:
-        return len(self.tokens_T)
-
-
 def make_document(head: Medusa, frozen: FrozenTarget, length: int, context: int, seed: int = 0) -> Document:
     """Random data, in which some chains of drafts hit once, twice, ... K times."""
     generator = torch.Generator().manual_seed(seed)
@@ -97,20 +87,6 @@ def make_document(head: Medusa, frozen: FrozenTarget, length: int, context: int,
         tokens_T=torch.tensor(tokens[:length]),
         last_TD=last_TD[:length],
         supervised_T=torch.arange(length) >= context,
-    )
-
-
-def pack(*documents: Document, opening: int = 0) -> HeadBatch:
-    lengths = [len(document) for document in documents]
-    starts = itertools.accumulate(lengths, initial=0)
-    return HeadBatch(
-        tokens_T=torch.cat([document.tokens_T for document in documents]),
-        aux_TAD=torch.empty(sum(lengths), 0, D),
-        last_TD=torch.cat([document.last_TD for document in documents]),
-        position_T=torch.cat([torch.arange(length) for length in lengths]),
-        supervised_T=torch.cat([document.supervised_T for document in documents]),
-        documents=list(zip(starts, lengths, strict=False)),
-        opening=opening,
     )
 
 

@@ -6,7 +6,6 @@ decoder layer inside is transformers' module of that family, given the head's we
 Shapes: T packed tokens, S entries of one served sequence, D hidden, V vocabulary, K unroll depth.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+from tests.pipeline.heads.documents import Document, pack
 
 V, D, K, N = 24, 32, 3, 4
 EPS = 1e-6
@@ -184,37 +185,12 @@ def make_frozen(head: MTP, seed: int = 1) -> FrozenTarget:
     return FrozenTarget(embedding_VD, norm_D, head.lm_head.weight.detach(), torch.arange(V), EPS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One row of data before packing."""
-
-    tokens_T: Tensor
-    last_TD: Tensor
-    supervised_T: Tensor
-
-    def __len__(self) -> int:
-        return len(self.tokens_T)
-
-
 def make_document(length: int, context: int, seed: int = 0) -> Document:
     generator = torch.Generator().manual_seed(seed)
     return Document(
         tokens_T=torch.randint(V, (length,), generator=generator),
         last_TD=torch.randn(length, D, generator=generator) * 2,
         supervised_T=torch.arange(length) >= context,
-    )
-
-
-def pack(*documents: Document) -> HeadBatch:
-    lengths = [len(document) for document in documents]
-    starts = itertools.accumulate(lengths, initial=0)
-    return HeadBatch(
-        tokens_T=torch.cat([document.tokens_T for document in documents]),
-        aux_TAD=torch.zeros(sum(lengths), 0, D),
-        last_TD=torch.cat([document.last_TD for document in documents]),
-        position_T=torch.cat([torch.arange(length) for length in lengths]),
-        supervised_T=torch.cat([document.supervised_T for document in documents]),
-        documents=list(zip(starts, lengths, strict=False)),
     )
 
 
