@@ -12,6 +12,7 @@ from drafthead.data.batches import load_pack, supervised_slots
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
 from drafthead.pipeline import train as training
+from drafthead.pipeline import train_loop
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.export.preflight import preflight
 from drafthead.pipeline.heads.base import HeadBatch, Objective
@@ -22,6 +23,7 @@ from drafthead.pipeline.recipe import LoraConfig, load_recipe
 from drafthead.pipeline.run_dir import Run, create_run
 from drafthead.pipeline.stages import STAGES, _train_settings
 from drafthead.pipeline.target import Target
+from drafthead.pipeline.train_inputs import Inputs
 from safetensors.torch import load_file
 
 SMOKE = "smoke/medusa"
@@ -54,10 +56,10 @@ def make(cache: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def joint(make: Any) -> tuple[JointModel, HeadBatch, training.Inputs, Run]:
+def joint(make: Any) -> tuple[JointModel, HeadBatch, Inputs, Run]:
     """An untrained joint model and a batch of five documents of several lengths."""
     run = make("joint")
-    inputs = training.Inputs.open(run)
+    inputs = Inputs.open(run)
     head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
     pack = load_pack(inputs.rows[:5], inputs.store)
     return JointModel(head, run.target, SETTINGS, seed=0), HeadBatch(**vars(pack)), inputs, run
@@ -121,14 +123,14 @@ def test_resumed_equals_uninterrupted(make: Any, monkeypatch: pytest.MonkeyPatch
     settings = ("train.tokens=2k", "train.batch_tokens=256", "train.accumulation=2", "train.checkpoint_every=2")
     straight, killed = (make(name, *settings, "train.log_every=1") for name in ("straight", "killed"))
     training.work(straight)
-    save = training.save_checkpoint
+    save = train_loop.save_checkpoint
 
     def save_and_die(*arguments: Any) -> None:
         save(*arguments)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save_checkpoint", save_and_die)
+        patch.setattr(train_loop, "save_checkpoint", save_and_die)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         with pytest.raises(Killed):

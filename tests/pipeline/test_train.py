@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from drafthead.data.batches import load_pack, plan_epoch, plan_steps, supervised_slots
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl, write_json
+from drafthead.pipeline import heldout, train_loop, train_step
 from drafthead.pipeline import train as training
 from drafthead.pipeline.cores import side_by_side
 from drafthead.pipeline.heads.base import HeadBatch, Objective
@@ -28,6 +29,8 @@ from drafthead.pipeline.launch import make_accelerator
 from drafthead.pipeline.optim import learning_rate
 from drafthead.pipeline.recipe import TrainConfig
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.train_inputs import Inputs
+from drafthead.pipeline.train_log import Tally
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -88,7 +91,7 @@ class Spy:
     evaluated: int = 0
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = training.run_head
+        real = train_step.run_head
 
         def run_head(accelerator: Any, model: Any, pack: Any, *rest: Any) -> Any:
             if torch.is_grad_enabled():
@@ -99,7 +102,8 @@ class Spy:
                 self.evaluated += 1
             return real(accelerator, model, pack, *rest)
 
-        monkeypatch.setattr(training, "run_head", run_head)
+        monkeypatch.setattr(train_step, "run_head", run_head)
+        monkeypatch.setattr(heldout, "run_head", run_head)
 
 
 # ---- C17: a killed training goes on as if nothing had happened
@@ -116,14 +120,14 @@ def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyP
     assert spy.evaluated > 0, "the head was evaluated in between"
     spy.trained.clear()
 
-    save = training.save_checkpoint
+    save = train_loop.save_checkpoint
 
     def save_and_die(accelerator: Any, folder: Path, step: int, *rest: Any) -> None:
         save(accelerator, folder, step, *rest)
         if step == 8:
             raise Killed
 
-    monkeypatch.setattr(training, "save_checkpoint", save_and_die)
+    monkeypatch.setattr(train_loop, "save_checkpoint", save_and_die)
     with pytest.raises(Killed):
         training.work(killed)
     assert len(spy.trained) == 16
@@ -136,7 +140,7 @@ def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyP
     shutil.copytree(checkpoints / "step-00000008", checkpoints / ".step-00000012.part")
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    monkeypatch.setattr(training, "save_checkpoint", save)
+    monkeypatch.setattr(train_loop, "save_checkpoint", save)
     training.work(killed)
 
     assert spy.trained == in_order, "a sample was repeated or skipped"
@@ -178,13 +182,13 @@ def test_a_checkpoint_of_another_world_size_is_one_line(
     run_with: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with("r", *C17)
-    save = training.save_checkpoint
+    save = train_loop.save_checkpoint
 
     def save_and_die(*arguments: Any) -> None:
         save(*arguments)
         raise Killed
 
-    monkeypatch.setattr(training, "save_checkpoint", save_and_die)
+    monkeypatch.setattr(train_loop, "save_checkpoint", save_and_die)
     with pytest.raises(Killed):
         training.work(run)
     path = run.path / "train" / "checkpoints" / "step-00000004" / "state.json"
@@ -204,7 +208,7 @@ def test_a_checkpoint_of_another_world_size_is_one_line(
 @pytest.mark.parametrize("context_weight", [0.0, 0.3])
 def test_accumulation_equals_one_batch_of_the_same_rows(context_weight: float, run_with: Any) -> None:
     run = run_with("r", *C17, f"train.context_weight={context_weight}")
-    inputs = training.Inputs.open(run)
+    inputs = Inputs.open(run)
     pieces = [inputs.rows[:3], inputs.rows[3:5]]
     total = sum(supervised_slots(row) for piece in pieces for row in piece)
     found = []
@@ -215,9 +219,9 @@ def test_accumulation_equals_one_batch_of_the_same_rows(context_weight: float, r
         head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
         before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
         model, optimizer = accelerator.prepare(head, torch.optim.SGD(head.parameters(), lr=1.0))
-        tally = training.Tally()
+        tally = Tally()
         loaded = iter([load_pack(pack, inputs.store) for pack in packs])
-        norm = training._take_step(accelerator, model, optimizer, loaded, inputs, total, settings, tally, threads)
+        norm = train_step.take_step(accelerator, model, optimizer, loaded, inputs, total, settings, tally, threads)
         gradients = {name: before[name] - tensor for name, tensor in head.state_dict().items()}
         found.append((tally.metrics()["loss"], norm, gradients))
         AcceleratorState._reset_state(True)
@@ -234,7 +238,7 @@ def test_accumulation_equals_one_batch_of_the_same_rows(context_weight: float, r
 def test_every_batch_has_a_supervised_slot(run_with: Any) -> None:
     """So that no rank ever stands outside the reduction; even an answer of one token gives a slot."""
     run = run_with("r", *C17)
-    inputs = training.Inputs.open(run)
+    inputs = Inputs.open(run)
     assert all(supervised_slots(row) >= 1 for row in [*inputs.rows, *inputs.heldout_rows])
     shortest = replace(inputs.rows[0], input_ids=inputs.rows[0].input_ids[: inputs.rows[0].context_length + 1])
     assert supervised_slots(shortest) == 1

@@ -1,0 +1,47 @@
+"""Held-out answers during training: what is watched is the walk (eval/acceptance.py), not an average over slots."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from drafthead.data.batches import plan_epoch, prefetch
+from drafthead.data.encoding import Row
+from drafthead.eval.acceptance import RequestRounds, summarize, walk
+from drafthead.pipeline.recipe import Recipe
+from drafthead.pipeline.train_inputs import Inputs
+from drafthead.pipeline.train_step import run_head
+from torch import Tensor, nn
+
+
+def heldout_walk(accelerator: Accelerator, model: nn.Module, inputs: Inputs, recipe: Recipe) -> dict[str, Any]:
+    """Walk the held-out answers with drafts of `eval.k` tokens; every rank does the same, each row counts once."""
+    model.eval()
+    rows = inputs.heldout_rows
+    packs = plan_epoch([len(row.input_ids) for row in rows], recipe.train.batch_tokens, 0, 0)
+    requests: list[RequestRounds] = []
+    with torch.no_grad():
+        loaded = prefetch([[rows[row] for row in pack] for pack in packs], inputs.heldout_store)
+        for pack, numbers in zip(loaded, packs, strict=True):
+            output = run_head(accelerator, model, pack, inputs, recipe.train, recipe.eval.k)
+            for number, (start, length) in zip(numbers, pack.documents, strict=True):
+                survived = output.survived_TK[start : start + length].cpu()
+                requests.append(walk_row(rows[number], survived))
+    model.train()
+    return summarize(requests, recipe.eval.k)
+
+
+def walk_row(row: Row, survived_TK: Tensor) -> RequestRounds:
+    """The rounds that serving would run over one answer, from the unroll's survival flags."""
+    last = len(row.input_ids) - 1
+    accepted = walk(survived_TK, first=row.context_length - 1, last=last)
+    return RequestRounds(domain=row.domain, accepted=accepted, num_tokens=last - row.context_length)
+
+
+def flat_walk(summary: dict[str, Any]) -> dict[str, Any]:
+    values = {f"walk_position_{i + 1}": rate for i, rate in enumerate(summary["per_position"])}
+    return {**values, "walk_accept_length": summary["mean_acceptance_length"]}
+
+
+def render_walk(summary: dict[str, Any]) -> str:
+    rates = " ".join(f"{rate:.3f}" for rate in summary["per_position"] if rate is not None)
+    return f"{rates}  accept length {summary['mean_acceptance_length']:.3f}"

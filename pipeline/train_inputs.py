@@ -1,0 +1,62 @@
+"""What a training reads of the stages before it."""
+
+from dataclasses import dataclass
+
+import torch
+from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.encoding import Row, common_opening, read_rows
+from drafthead.data.errors import InputError
+from drafthead.data.shards import Store
+from drafthead.pipeline.heads.base import FrozenTarget
+from drafthead.pipeline.heads.build import build_frozen_target
+from drafthead.pipeline.respond import SPLITS
+from drafthead.pipeline.run_dir import Run
+from torch import Tensor
+
+
+@dataclass
+class Inputs:
+    """What the loop reads of the stages before it."""
+
+    rows: list[Row]
+    store: Store
+    heldout_rows: list[Row]
+    heldout_store: Store
+    frozen: FrozenTarget
+    scored: FrozenTarget
+    """What the loss looks at; `frozen` but for `train.loss_vocab`."""
+    opening: int
+    """Tokens that all training rows begin with alike."""
+
+    @classmethod
+    def open(cls, run: Run) -> "Inputs":
+        """Open the stores, keeping the rows whose states were captured.
+
+        Raises:
+            InputError: The states come from another target, or none is left.
+        """
+        vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
+        frozen = build_frozen_target(run.target, vocab)
+        opened = []
+        for split in SPLITS:
+            store = Store(run.input("capture") / split)
+            if store.info.fingerprint != run.target.fingerprint:
+                raise InputError(
+                    f"{store.folder}: states of target {store.info.fingerprint}, this run's is {run.target.fingerprint}"
+                )
+            rows = [row for row in read_rows(run.input("encode") / f"{split}.parquet") if row.key in store.where]
+            if not rows:
+                raise InputError(f"{store.folder}: no row of {split}.parquet has states")
+            opened.append((rows, store))
+        (rows, store), (heldout_rows, heldout_store) = opened
+        scored = frozen
+        if size := run.recipe.train.loss_vocab:
+            scored = frozen.restricted(most_frequent(rows, size, frozen.target_ids_U, run.target.vocab_size))
+        return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
+
+
+def most_frequent(rows: list[Row], size: int, target_ids_U: Tensor, vocab_size: int) -> Tensor:
+    """Those of the given ids that the target wrote most often, ascending; of equals the lowest."""
+    written = [token for row in rows for token in row.input_ids[row.context_length :]]
+    counts_U = torch.bincount(torch.tensor(written), minlength=vocab_size)[target_ids_U]
+    return target_ids_U[counts_U.argsort(descending=True, stable=True)[:size].sort().values]

@@ -1,0 +1,79 @@
+"""What a training writes down as it goes: sums between log lines, log.jsonl, Weights & Biases."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.files import read_partial_jsonl, write_jsonl
+from drafthead.pipeline.heads.base import HeadOutput
+from drafthead.pipeline.tracking import Tracker
+
+
+@dataclass
+class Tally:
+    """Sums of the steps since the last log line."""
+
+    loss: float = 0.0
+    slots: int = 0
+    tokens: int = 0
+    survived: list[float] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    overlap: list[float] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+
+    def add(self, output: HeadOutput, tokens: int) -> None:
+        self.loss += float(output.loss.detach())
+        self.slots += int(output.rows_K[0])
+        self.tokens += tokens
+        survived, chances = output.survived_K.tolist(), output.rows_K.tolist()
+        self.survived = _added(self.survived, survived)
+        self.chances = _added(self.chances, chances)
+        self.overlap = _added(self.overlap, output.overlap_K.tolist())
+
+    def metrics(self) -> dict[str, float]:
+        """Values of this process.
+
+        `slot_survival_*` averages over slots and so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
+        the slots that were trained on, with p renormalised over the draft vocabulary.
+        """
+        values = {
+            "loss": self.loss / max(1, self.slots),
+            "tokens_per_s": self.tokens / (time.monotonic() - self.start),
+        }
+        columns = zip(self.survived, self.overlap, self.chances, strict=True)
+        for step, (hit, overlap, chance) in enumerate(columns, start=1):
+            values[f"slot_survival_{step}"] = hit / max(1, chance)
+            values[f"draft_vocab_overlap_{step}"] = overlap / max(1, chance)
+        return values
+
+
+def _added(sums: list[float], values: list[float]) -> list[float]:
+    return [a + b for a, b in zip(sums, values, strict=True)] if sums else values
+
+
+class TrainLog:
+    """log.jsonl: one object a line; lines of steps that will be trained again are cut off on resume."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        write_jsonl(path, [row for row in read_partial_jsonl(path) if row["step"] <= step])
+
+    def append(self, row: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@dataclass
+class Sinks:
+    """Where the main process writes its numbers."""
+
+    log: TrainLog | None
+    tracker: Tracker
+
+    def write(self, step: int, values: dict[str, Any], prefix: str) -> None:
+        if self.log is None:
+            return
+        self.log.append({"step": step, **values})
+        self.tracker.log({f"{prefix}/{name}": value for name, value in values.items()}, step)
