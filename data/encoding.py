@@ -329,3 +329,11 @@ def _paint(text: str, colour: str, coloured: bool) -> str:
     # escape codes in the data must not reach the terminal
     text = text.replace("\033", "\u241b")
     return f"{colour}{text}{PLAIN}" if coloured else text
+
+
+def common_opening(rows: list[Row]) -> int:
+    """How many context tokens all rows share at their beginning."""
+    shortest = min(row.context_length for row in rows)
+    first = rows[0].input_ids
+    agree = (all(row.input_ids[place] == first[place] for row in rows) for place in range(shortest))
+    return next((place for place, same in enumerate(agree) if not same), shortest)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafthead.data.encoding import Row, read_rows
+from drafthead.data.encoding import Row, common_opening, read_rows
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.shards import ShardWriter, StoreInfo
 from drafthead.eval.states import StateRecorder
@@ -62,6 +62,7 @@ def capture(run: Run) -> dict[str, Any]:
         total = sum(len(row.input_ids) for row in rows[split])
         left = sum(len(row.input_ids) for row in rows[split] if row.key not in writer.done)
         gate = FeatureGate(model, target, settings.dtype)
+        recorder.share_opening(rows[split][0].input_ids[: common_opening(rows[split])])
         with progress(total, f"capture {split}", "tok", total - left) as bar:
             # the batches of an uninterrupted run, whose padding decides the last bits of the states
             batches = list(length_batches(rows[split], settings.batch_tokens))

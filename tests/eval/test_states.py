@@ -10,7 +10,7 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.states import StateRecorder, find_decoder
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 LAYERS, D = 8, 4
 
@@ -161,3 +161,39 @@ def test_an_unknown_model_lists_its_parts() -> None:
     target.add_module("trunk", nn.Identity())
     with pytest.raises(InputError, match=r"Sequential \(parts: stem, trunk\)"):
         find_decoder(target)
+
+
+def test_a_shared_opening_changes_nothing(llama: Any) -> None:
+    opening = random_rows([7])[0]
+    rows = [opening + rest for rest in random_rows([1, 9, 4])]
+    recorder, plain = StateRecorder(llama, [0, 2, 5]), StateRecorder(llama, [0, 2, 5])
+    recorder.share_opening(opening)
+    assert recorder.opening is not None
+    for found, expected in zip(recorder.record(rows), plain.record(rows), strict=True):
+        for state, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(state, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("row", [[1, 2, 3], [1, 2, 4, 5]], ids=["nothing behind it", "begins otherwise"])
+def test_a_row_without_the_opening_is_refused(llama: Any, row: list[int]) -> None:
+    recorder = StateRecorder(llama, [2])
+    recorder.share_opening([1, 2, 3])
+    with pytest.raises(ValueError, match="does not go on behind the 3 tokens"):
+        list(recorder.record([row]))
+
+
+def test_a_sliding_window_shares_nothing() -> None:
+    """Its cache forgets keys; the states are those of whole rows."""
+    config = MistralConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+    )
+    recorder = StateRecorder(MistralForCausalLM(config).eval(), [1])
+    recorder.share_opening([1, 2, 3])
+    assert recorder.opening is None
+    assert len(next(iter(recorder.record([[4, 5]])))[1]) == 2

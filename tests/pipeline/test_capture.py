@@ -4,6 +4,7 @@ Shapes: T tokens, A captured layers, D hidden.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -114,6 +115,29 @@ def test_stored_states_are_those_of_single_runs(tmp_path: Path, target: Target, 
             expected_aux, expected_last = next(iter(recorder.record([row.input_ids])))
             torch.testing.assert_close(aux, expected_aux, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(last, expected_last, rtol=1e-4, atol=1e-4)
+
+
+def test_what_all_rows_begin_with_is_run_once(
+    tmp_path: Path, target: Target, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system prompt's states are stored with every row, and are those of a single run."""
+    rows = [replace(row, input_ids=[3, 1, 4, *row.input_ids], context_length=4) for row in make_rows([5, 17, 2, 9])]
+    widths: list[int] = []
+    forward = StateRecorder.forward
+
+    def watch(self: StateRecorder, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        widths.append(ids_BT.shape[1])
+        return forward(self, ids_BT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateRecorder, "forward", watch)
+        capture(make_run(tmp_path, target, rows, make_rows([6], "heldout"), aux_layers=[2, 8]))
+    assert max(widths) == 17
+    store, recorder = Store(tmp_path / "capture" / "train"), StateRecorder(model, [2, 8])
+    for row in rows:
+        expected = next(iter(recorder.record([row.input_ids])))
+        for state, other in zip(store.get(row.key), expected, strict=True):
+            torch.testing.assert_close(state, other, rtol=1e-4, atol=1e-4)
 
 
 def test_the_last_state_alone_can_be_stored(tmp_path: Path, target: Target, model: Any) -> None:
