@@ -76,7 +76,7 @@ class StateRecorder:
             self.opening = Opening(ids=ids, keys_values=keys_values, aux_PAD=self.aux()[0], last_PD=self.last()[0])
 
     def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """States of a right-padded batch that goes on behind the shared opening: aux [B, T, A, D] and last [B, T, D]."""
+        """States of a right-padded batch behind the shared opening: aux [B, T, A, D] and last [B, T, D]."""
         past = {} if self.opening is None else {"past_key_values": self.opening.cache(len(ids_BT))}
         with torch.inference_mode():
             self.decoder(input_ids=ids_BT, use_cache=bool(past), **past)
