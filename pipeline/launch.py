@@ -4,7 +4,7 @@ A launch file is an Accelerate configuration (recipes/launch/), read twice: by `
 starts the workers, and by `make_accelerator` inside them, which says what a file cannot say for both a CPU
 and CUDA. On a CPU the ranks talk over gloo; a file with `use_cpu: true` would switch DeepSpeed off.
 
-    python -m accelerate.commands.accelerate_cli launch --config_file recipes/launch/zero2.yaml -m MODULE ARGS
+    accelerate launch --config_file recipes/launch/zero2.yaml -m MODULE ARGS
 """
 
 import os
@@ -22,6 +22,7 @@ from drafthead.data.errors import InputError
 from torch import Tensor, nn
 
 LAUNCH_FILES = Path(__file__).resolve().parents[1] / "recipes" / "launch"
+DEFAULT_PORT = 29500
 Precision = Literal["bf16", "fp32"]
 # DeepSpeed 0.19 calls them at every step
 DEPRECATED_COLLECTIVES = "ignore::FutureWarning:torch.distributed.c10d_logger"
@@ -35,7 +36,8 @@ class Launch:
     distributed_type: str
     """`NO`, `MULTI_GPU` (one replica a process, on a CPU too) or `DEEPSPEED`."""
     num_processes: int
-    """On a CPU; on CUDA there is one process per visible device."""
+    """Of all machines, on CPUs; on CUDA there is one process per visible device."""
+    num_machines: int
     deepspeed_config: dict[str, Any]
     """Fields of `accelerate.DeepSpeedPlugin`."""
 
@@ -55,6 +57,7 @@ def read_launch(name: str) -> Launch:
         path=path,
         distributed_type=values["distributed_type"],
         num_processes=values["num_processes"],
+        num_machines=values["num_machines"],
         deepspeed_config=values.get("deepspeed_config", {}),
     )
 
@@ -64,15 +67,61 @@ def launch_command(launch: str, module: str, arguments: list[str]) -> tuple[list
 
     Returns:
         The command, and the variables to lay over the environment.
+
+    Raises:
+        InputError: No such launch, or one of several machines that does not know the first one's address.
     """
     config = read_launch(launch)
     if config.distributed_type == "NO":
         return [sys.executable, "-m", module, *arguments], {}
-    num_processes = torch.cuda.device_count() or config.num_processes
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command += ["--config_file", str(config.path), "--num_processes", str(num_processes)]
-    command += ["--main_process_port", "0", "-m", module, *arguments]
-    return command, _worker_environment(num_processes)
+    machines = read_machines(config)
+    each = torch.cuda.device_count() or max(1, config.num_processes // config.num_machines)
+    command = [sys.executable, "-m", "drafthead.pipeline.ranks", "launch"]
+    command += ["--config_file", str(config.path), "--num_processes", str(each * machines.count)]
+    command += machines.flags()
+    command += ["-m", module, *arguments]
+    return command, _worker_environment(each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """How many machines train together, and where the first one, which this is, listens."""
+
+    count: int = 1
+    address: str | None = None
+    port: int = 0
+    """0: any that is free."""
+
+    def flags(self) -> list[str]:
+        """Of `accelerate launch`."""
+        port = ["--main_process_port", str(self.port)]
+        if self.address is None:
+            return port
+        return ["--num_machines", str(self.count), "--machine_rank", "0", "--main_process_ip", self.address, *port]
+
+
+def read_machines(config: Launch) -> Machines:
+    """Read what a launch file of several machines leaves open from the environment.
+
+    Raises:
+        InputError: The first machine's address is missing, or a number is none.
+    """
+    if config.num_machines == 1:
+        return Machines()
+    name = config.path.stem
+    address = os.environ.get("MAIN_PROCESS_IP", "")
+    if not address:
+        raise InputError(
+            f"run.launch={name}: set MAIN_PROCESS_IP to an address of this machine, the first of several, and start "
+            f"the workers of the others as docs/multi-node.md says"
+        )
+    numbers = {"NUM_MACHINES": config.num_machines, "MAIN_PROCESS_PORT": DEFAULT_PORT}
+    for variable, default in numbers.items():
+        text = os.environ.get(variable, str(default))
+        if not text.isdecimal() or int(text) < 1:
+            raise InputError(f"{variable}={text}: give a number from 1")
+        numbers[variable] = int(text)
+    return Machines(count=numbers["NUM_MACHINES"], address=address, port=numbers["MAIN_PROCESS_PORT"])
 
 
 def _worker_environment(num_processes: int) -> dict[str, str]:

@@ -225,6 +225,10 @@ class TrainConfig(Section):
     """Optimiser steps between held-out walks."""
     checkpoint_every: Count = 500
     keep_checkpoints: Count = 2
+    keep: Literal["best", "last"] = "best"
+    """Which head a training ends with: the one with the longest held-out walk of those that were evaluated on the way
+    (every `evaluate_every` steps, and the last), or the last. The walks are taken anyway, and a head that has seen its
+    rows too often is not kept; where few answers are held out, `last` is free of the luck of choosing by them."""
     log_every: Count = 10
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from drafthead.data.files import read_partial_jsonl, write_jsonl
 from drafthead.pipeline.heads.base import HeadOutput
+from drafthead.pipeline.throughput import StepClock
 from drafthead.pipeline.tracking import Tracker
 
 
@@ -15,6 +16,8 @@ from drafthead.pipeline.tracking import Tracker
 class Tally:
     """Sums of the steps since the last log line."""
 
+    clock: StepClock = field(default_factory=StepClock)
+    steps: int = 0
     loss: float = 0.0
     slots: int = 0
     tokens: int = 0
@@ -23,24 +26,38 @@ class Tally:
     overlap: list[float] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
-    def add(self, output: HeadOutput, tokens: int) -> None:
+    def scored_rows(self, *, only_surviving: bool) -> list[float]:
+        """Rows of each draft step that were run and held against the target."""
+        return [*self.chances[:1], *self.survived[:-1]] if only_surviving else self.chances
+
+    def add(self, output: HeadOutput) -> None:
         self.loss += float(output.loss.detach())
         self.slots += int(output.rows_K[0])
-        self.tokens += tokens
         survived, chances = output.survived_K.tolist(), output.rows_K.tolist()
         self.survived = _added(self.survived, survived)
         self.chances = _added(self.chances, chances)
         self.overlap = _added(self.overlap, output.overlap_K.tolist())
 
-    def metrics(self) -> dict[str, float]:
-        """Values of this process.
+    def count_step(self, tokens: int) -> None:
+        """Count a step of so many tokens, those of all processes."""
+        self.steps += 1
+        self.tokens += tokens
 
+    def metrics(self, flops: int = 0) -> dict[str, float]:
+        """Values of this process, but `tokens_per_s` of all.
+
+        Times are means over the steps; `tflops` says how many of its `flops` (10^12) it did in a second.
         `slot_survival_*` averages over slots and so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
         the slots that were trained on, with p renormalised over the draft vocabulary.
         """
+        elapsed = time.monotonic() - self.start
+        steps = max(1, self.steps)
         values = {
             "loss": self.loss / max(1, self.slots),
-            "tokens_per_s": self.tokens / (time.monotonic() - self.start),
+            "tokens_per_s": self.tokens / elapsed,
+            "step_ms": 1e3 * elapsed / steps,
+            **{f"{part}_ms": 1e3 * seconds / steps for part, seconds in self.clock.seconds().items()},
+            "tflops": flops / elapsed / 1e12,
         }
         columns = zip(self.survived, self.overlap, self.chances, strict=True)
         for step, (hit, overlap, chance) in enumerate(columns, start=1):

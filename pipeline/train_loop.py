@@ -2,16 +2,18 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from drafthead.data.batches import prefetch, supervised_slots
-from drafthead.pipeline.checkpoint import save_checkpoint
+from drafthead.pipeline.checkpoint import BestHead, save_checkpoint
 from drafthead.pipeline.heldout import flat_walk, heldout_walk, render_walk
 from drafthead.pipeline.optim import learning_rates
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe
+from drafthead.pipeline.throughput import FlopCounter, StepClock, lanes_of, loss_flops, peak_flops
 from drafthead.pipeline.train_inputs import Inputs
 from drafthead.pipeline.train_log import Sinks, Tally
 from drafthead.pipeline.train_step import micro_batch_threads, take_step
@@ -28,33 +30,39 @@ def train_steps(
     recipe: Recipe,
     folder: Path,
     sinks: Sinks,
+    best: BestHead | None,
 ) -> None:
+    """Take the steps that `state` has not seen yet; `best` keeps the head with the longest walk on the way."""
     settings = recipe.train
     rank, ranks = accelerator.process_index, accelerator.num_processes
     slots = [supervised_slots(row) for row in inputs.rows]
+    lengths = [len(row.input_ids) for row in inputs.rows]
     todo = steps[state["step"] :]
     own = [[inputs.rows[row] for row in pack] for step in todo for pack in step[rank::ranks]]
     packs = prefetch(own, inputs.store)
-    lengths = [len(row.input_ids) for row in inputs.rows]
     threads = micro_batch_threads(accelerator, settings.accumulation)
-    tally = Tally()
+    lanes = lanes_of(settings.accumulation, threads=threads is not None)
+    measure = speedometer(accelerator, model, inputs, recipe)
+    tally = Tally(StepClock(accelerator.device, lanes))
     model.train()
     shown = accelerator.is_main_process
     with progress(len(steps), "train", "step", state["step"]) if shown else contextlib.nullcontext() as bar:
         for number, step in enumerate(todo, start=state["step"]):
-            total_slots = sum(slots[row] for pack in step for row in pack)
+            total_slots = max(1, sum(slots[row] for pack in step for row in pack))
             rate, *_ = rates = learning_rates(number, len(steps), recipe)
             for group, group_rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = group_rate
             norm = take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally, threads)
-            state["tokens"] += sum(lengths[row] for pack in step for row in pack)
+            tokens = sum(lengths[row] for pack in step for row in pack)
+            tally.count_step(tokens)
+            state["tokens"] += tokens
             done = number + 1
             if bar is not None:
                 bar.update()
             if done % settings.log_every == 0 or done == len(steps):
-                values = {**tally.metrics(), "learning_rate": rate, "grad_norm": norm, "tokens": state["tokens"]}
+                values = {**measure(tally), "learning_rate": rate, "grad_norm": norm, "tokens": state["tokens"]}
                 sinks.write(done, values, "train")
-                tally = Tally()
+                tally = Tally(StepClock(accelerator.device, lanes))
                 if bar is not None:
                     bar.set_postfix(loss=f"{values['loss']:.3f}", tok_s=f"{values['tokens_per_s']:.0f}")
             if done % settings.evaluate_every == 0 and done < len(steps):
@@ -62,8 +70,10 @@ def train_steps(
                 sinks.write(done, flat_walk(found), "heldout")
                 if bar is not None:
                     bar.write(f"step {done}: held-out walk {render_walk(found)}", file=sys.stderr)
+                if best is not None:
+                    best.offer(accelerator, model, done, found)
                 model.train()
-                tally = Tally()
+                tally = Tally(StepClock(accelerator.device, lanes))
             if done % settings.checkpoint_every == 0 and done < len(steps):
                 save_checkpoint(
                     accelerator,
@@ -72,3 +82,19 @@ def train_steps(
                     {"tokens": state["tokens"]},
                     settings.keep_checkpoints,
                 )
+
+
+def speedometer(
+    accelerator: Accelerator, model: nn.Module, inputs: Inputs, recipe: Recipe
+) -> Callable[[Tally], dict[str, float]]:
+    """Give a function that says what a tally has counted; with the share of the device's peak where that is known."""
+    counter = FlopCounter(accelerator.unwrap_model(model))
+    peak = peak_flops(accelerator.device, recipe.train.precision)
+
+    def measure(tally: Tally) -> dict[str, float]:
+        rows = tally.scored_rows(only_surviving=recipe.train.only_surviving)
+        loss = loss_flops(rows, inputs.scored.lm_head_UD, trained=recipe.head.train_lm_head)
+        values = tally.metrics(counter.take() + loss)
+        return values if peak is None else {**values, "mfu": values["tflops"] * 1e12 / peak}
+
+    return measure

@@ -1,6 +1,8 @@
 """Launch files: every launch must train the head that one process trains."""
 
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,17 @@ from drafthead.data.errors import InputError
 from drafthead.pipeline import launch as launching
 from drafthead.pipeline.launch import build_ops, launch_command, make_accelerator, read_launch
 
-LAUNCHES = ("ddp", "single", "zero1", "zero2", "zero2_offload", "zero3")
+LAUNCHES = (
+    "ddp",
+    "multi_node",
+    "multi_node_zero2",
+    "multi_node_zero3",
+    "single",
+    "zero1",
+    "zero2",
+    "zero2_offload",
+    "zero3",
+)
 
 
 def test_unknown_launch_names_the_known_ones() -> None:
@@ -29,7 +41,8 @@ def test_names_outside_the_launch_folder_are_refused(name: str) -> None:
 def test_every_launch_file_is_read() -> None:
     assert tuple(sorted(path.stem for path in launching.LAUNCH_FILES.glob("*.yaml"))) == LAUNCHES
     stages = {name: read_launch(name).deepspeed_config.get("zero_stage") for name in LAUNCHES}
-    assert stages == {"ddp": None, "single": None, "zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3}
+    known = {"ddp": None, "single": None, "zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3}
+    assert stages == {**known, "multi_node": None, "multi_node_zero2": 2, "multi_node_zero3": 3}
     assert not any("use_cpu" in read_launch(name).path.read_text() for name in LAUNCHES)
 
 
@@ -45,6 +58,22 @@ def test_one_process_per_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     command, _ = launch_command("zero2", "some.worker", ["a"])
     assert command[command.index("--num_processes") + 1] == "8"
     assert command[-3:] == ["-m", "some.worker", "a"]
+
+
+def test_several_machines_need_the_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAIN_PROCESS_IP", raising=False)
+    with pytest.raises(InputError, match=r"run.launch=multi_node_zero2: set MAIN_PROCESS_IP .*docs/multi-node.md"):
+        launch_command("multi_node_zero2", "some.worker", [])
+    monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
+    monkeypatch.setenv("NUM_MACHINES", "two")
+    with pytest.raises(InputError, match="NUM_MACHINES=two: give a number"):
+        launch_command("multi_node_zero2", "some.worker", [])
+    monkeypatch.setenv("NUM_MACHINES", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    command, _ = launch_command("multi_node_zero2", "some.worker", ["a"])
+    flags = dict(itertools.pairwise(command))
+    assert (flags["--num_processes"], flags["--num_machines"], flags["--machine_rank"]) == ("24", "3", "0")
+    assert (flags["--main_process_ip"], flags["--main_process_port"]) == ("10.0.0.1", "29500")
 
 
 def test_the_users_accelerate_cpu_switch_cannot_turn_deepspeed_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +115,12 @@ def one_big_batch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("zero1", "DEEPSPEED", 2),
         ("zero2", "DEEPSPEED", 2),
         ("zero3", "DEEPSPEED", 2),
+        pytest.param(
+            "zero2_offload",
+            "DEEPSPEED",
+            2,
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed's CPU Adam needs a C++ compiler"),
+        ),
     ],
 )
 def test_ranks_and_accumulation_equal_one_big_batch(

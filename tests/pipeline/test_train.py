@@ -3,9 +3,12 @@
 The loop runs in this process on the stored states of the tiny run, except where ranks are started.
 """
 
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -19,13 +22,14 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from drafthead.data.batches import load_pack, plan_epoch, plan_steps, supervised_slots
 from drafthead.data.errors import InputError
-from drafthead.data.files import read_json, read_jsonl, write_json
+from drafthead.data.files import read_json, read_jsonl
 from drafthead.pipeline import heldout, train_loop, train_step
 from drafthead.pipeline import train as training
+from drafthead.pipeline.checkpoint import newest_state
 from drafthead.pipeline.cores import side_by_side
 from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.heads.build import build_head
-from drafthead.pipeline.launch import make_accelerator
+from drafthead.pipeline.launch import LAUNCH_FILES, make_accelerator
 from drafthead.pipeline.optim import learning_rate
 from drafthead.pipeline.recipe import TrainConfig
 from drafthead.pipeline.run_dir import Run
@@ -153,7 +157,7 @@ def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyP
         assert torch.equal(tensor, expected[name]), name
     for name in ("report.json", "head.json"):
         assert read_json(killed.path / "train" / name) == read_json(straight.path / "train" / name)
-    kept = sorted(path.name for path in (straight.path / "train" / "checkpoints").iterdir())
+    kept = list((straight.path / "train" / "checkpoints").glob("step-*"))
     assert len(kept) == straight.recipe.train.keep_checkpoints
 
 
@@ -178,28 +182,83 @@ def test_two_ranks_take_the_packs_of_two_accumulated_ones() -> None:
     ]
 
 
-def test_a_checkpoint_of_another_world_size_is_one_line(
-    run_with: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = run_with("r", *C17)
+def saved_at(run: Run, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Train until the checkpoint of that step is written."""
     save = train_loop.save_checkpoint
 
-    def save_and_die(*arguments: Any) -> None:
-        save(*arguments)
-        raise Killed
+    def save_and_die(accelerator: Any, folder: Path, number: int, *rest: Any) -> None:
+        save(accelerator, folder, number, *rest)
+        if number == step:
+            raise Killed
 
-    monkeypatch.setattr(train_loop, "save_checkpoint", save_and_die)
-    with pytest.raises(Killed):
-        training.work(run)
-    path = run.path / "train" / "checkpoints" / "step-00000004" / "state.json"
-    write_json(path, {**read_json(path), "world_size": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(train_loop, "save_checkpoint", save_and_die)
+        with pytest.raises(Killed):
+            training.work(run)
+    return run.path / "train" / "checkpoints" / f"step-{step:08d}"
+
+
+def test_a_checkpoint_that_ranks_cannot_share_is_one_line(
+    run_with: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with("r", *C17, "run.launch=ddp")
+    alone = run_with("alone", *C17, "train.accumulation=3")
+    saved = saved_at(alone, 4, monkeypatch)
+    shutil.copytree(saved, run.path / "train" / "checkpoints" / saved.name)
     capfd.readouterr()
     with pytest.raises(SystemExit) as caught:
         run.run_stage("train")
     assert caught.value.code == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("drafthead:")]
-    assert "written by 3 processes, this run has 1" in line
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("drafthead:")]
+    assert "its steps are of 3 micro batches (written by 1 processes), which 2 processes cannot share" in line
+    assert "Traceback" not in said
+    assert len(said.splitlines()) < 4, said
     assert not (run.path / "train" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("harm", ["cut off", "missing"])
+def test_a_checkpoint_that_lost_a_part_is_passed_over(
+    harm: str, run_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with("r", *C17)
+    saved = saved_at(run, 8, monkeypatch)
+    assert newest_state(saved.parent)["step"] == 8
+    weights_file = saved / "model.safetensors"
+    if harm == "missing":
+        weights_file.unlink()
+    else:
+        os.truncate(weights_file, weights_file.stat().st_size - 1)
+    assert newest_state(saved.parent)["step"] == 4
+
+
+# ---- which head is kept
+
+
+@pytest.mark.parametrize(("keep", "taken"), [("best", 6), ("last", None)])
+def test_the_head_with_the_longest_walk_is_kept(
+    keep: str, taken: int | None, run_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with("r", *C17, f"train.keep={keep}", "train.checkpoint_every=3", "train.keep_checkpoints=99")
+    walks = iter([1.2, 1.5, 1.3, 1.4, *[1.1] * 99])
+
+    def scripted(*_: Any) -> dict[str, Any]:
+        return {"per_position": [0.5], "mean_acceptance_length": next(walks)}
+
+    monkeypatch.setattr(train_loop, "heldout_walk", scripted)
+    monkeypatch.setattr(training, "heldout_walk", scripted)
+    training.work(run)
+    report = read_json(run.path / "train" / "report.json")
+    assert report["steps"] > 9
+    assert report["taken_step"] == (taken or report["steps"])
+    saved = load_file(run.path / "train" / "checkpoints" / "step-00000006" / "model.safetensors")
+    same = [torch.equal(saved[name], tensor) for name, tensor in weights(run).items()]
+    if keep == "best":
+        assert (report["walk"]["mean_acceptance_length"], report["last_walk"]["mean_acceptance_length"]) == (1.5, 1.1)
+        assert all(same)
+    else:
+        assert report["walk"]["mean_acceptance_length"] == 1.1
+        assert not all(same)
 
 
 # ---- one step
@@ -307,18 +366,48 @@ def one_rank() -> dict[str, Any]:
     return {}
 
 
-FEW = ("train.tokens=3k", "train.batch_tokens=384", "train.depth=2", "train.log_every=1", "train.evaluate_every=2")
+FEW = (
+    "train.tokens=3k",
+    "train.batch_tokens=384",
+    "train.depth=2",
+    "train.log_every=1",
+    "train.evaluate_every=2",
+    "train.checkpoint_every=2",
+)
 
 
-@pytest.mark.parametrize("launch", ["ddp", "zero2", "zero3"])
-def test_two_ranks_train_the_head_of_one(launch: str, run_with: Any, one_rank: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def second_machine(run: Run, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start its worker with the line of docs/multi-node.md; the address is this machine's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    patch.setenv("MAIN_PROCESS_IP", "127.0.0.1")
+    patch.setenv("MAIN_PROCESS_PORT", port)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(LAUNCH_FILES / "multi_node.yaml"), "--num_machines", "2", "--machine_rank", "1"]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", "2"]
+    other = subprocess.Popen([*command, "-m", "drafthead.pipeline.train", str(run.path)])
+    try:
+        yield
+        assert other.wait(timeout=60) == 0
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("launch", ["ddp", "zero2", "zero3", "multi_node"])
+def test_two_ranks_train_the_head_of_one(
+    launch: str, run_with: Any, one_rank: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not one_rank:
         alone = run_with("alone", *FEW, "train.accumulation=2")
         training.work(alone)
         one_rank.update(weights=weights(alone), rates=log(alone, "learning_rate"), walk=log(alone, "walk_position_1"))
         one_rank["norms"] = log(alone, "grad_norm")
     run = run_with(launch, *FEW, f"run.launch={launch}")
-    assert run.run_stage("train")
+    with second_machine(run, monkeypatch) if launch == "multi_node" else contextlib.nullcontext():
+        assert run.run_stage("train")
     assert log(run, "learning_rate") == one_rank["rates"]
     assert len(one_rank["rates"]) > 2
     assert [norm for _, norm in log(run, "grad_norm")] == pytest.approx([n for _, n in one_rank["norms"]], rel=1e-4)
@@ -326,6 +415,19 @@ def test_two_ranks_train_the_head_of_one(launch: str, run_with: Any, one_rank: d
     for row in read_jsonl(run.path / "train" / "log.jsonl"):
         assert all(0 <= row[name] <= 1 for name in row if name.startswith(("slot_survival", "draft_vocab_overlap")))
     assert log(run, "walk_position_1") == one_rank["walk"], "held-out rows count once, whatever the ranks"
+
+
+def test_one_rank_goes_on_where_two_were(run_with: Any, one_rank: dict[str, Any]) -> None:
+    """With twice the accumulation: the steps, and so the weights, stay what they were."""
+    before = run_with("before", *FEW, "run.launch=ddp")
+    assert before.run_stage("train")
+    checkpoints = before.path / "train" / "checkpoints"
+    run = run_with("after", *FEW)
+    shutil.copytree(checkpoints / "step-00000002", run.path / "train" / "checkpoints" / "step-00000002")
+    training.work(run)
+    assert log(run, "learning_rate") == log(before, "learning_rate")[2:]
+    assert log(run, "walk_position_1") == log(before, "walk_position_1")[1:]
+    torch.testing.assert_close(weights(run), weights(before), rtol=0, atol=1e-4)
 
 
 # ---- failures
