@@ -11,22 +11,29 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from drafthead.data.encoding import Row, common_opening, read_rows
 from drafthead.data.errors import GateError, InputError
-from drafthead.data.shards import ShardWriter, StoreInfo
+from drafthead.data.files import digest, sha256_of
+from drafthead.data.quantize import CODES, read_dtype, vector_bytes
+from drafthead.data.shards import ShardWriter
+from drafthead.data.store_faults import find_fault
+from drafthead.data.store_format import LastKept, StoreInfo
 from drafthead.eval.states import StateRecorder
 from drafthead.pipeline.cores import fastest_dtype, side_by_side
+from drafthead.pipeline.heads.build import HEADS
 from drafthead.pipeline.progress import progress
+from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
-MAX_BAD_SHARE = 0.01
+MOST_OF_DISK = 0.95
 MAX_WORKERS = 8
 """Batches in flight on a CPU; each holds its states."""
 LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 5e-3}
@@ -37,37 +44,31 @@ def capture(run: Run) -> dict[str, Any]:
     """Write the state stores of both splits; rows of whole shards are not captured again."""
     settings = run.recipe.capture
     target = run.target
-    layers = target.resolve_aux_layers(settings.aux_layers)
-    info = StoreInfo(
-        fingerprint=target.fingerprint,
-        layer_ids=layers,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        dtype=settings.dtype,
-    )
+    info = store_info(run.recipe, target)
+    layers, stored = info.layer_ids, read_dtype(settings.dtype)
     rows = {split: read_rows(run.input("encode") / f"{split}.parquet") for split in SPLITS}
-    tokens = sum(len(row.input_ids) for split in SPLITS for row in rows[split])
+    every = [row for split in SPLITS for row in rows[split]]
+    tokens, last_states = sum(len(row.input_ids) for row in every), info.count_last(every)
     folder = run.folder("capture")
     written = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
-    what = f"{tokens:,} tokens x {info.bytes_per_token():,} bytes"
-    check_disk(folder, tokens * info.bytes_per_token(), what, written)
+    check_disk(folder, info, tokens, last_states, written)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = target.load(compute_dtype(settings.dtype), device)
     recorder = StateRecorder(model, layers)
-    counts: dict[str, Any] = {"layer_ids": layers, "bytes_per_token": info.bytes_per_token()}
+    counts: dict[str, Any] = {"layer_ids": layers}
     bad: list[str] = []
     for split in SPLITS:
         writer = ShardWriter(folder / split, info, settings.shard_tokens)
         total = sum(len(row.input_ids) for row in rows[split])
         left = sum(len(row.input_ids) for row in rows[split] if row.key not in writer.done)
-        gate = FeatureGate(model, target, settings.dtype)
+        gate = FeatureGate(model, target, str(stored).removeprefix("torch."))
         recorder.share_opening(rows[split][0].input_ids[: common_opening(rows[split])])
         with progress(total, f"capture {split}", "tok", total - left) as bar:
             # the batches of an uninterrupted run, whose padding decides the last bits of the states
             batches = list(length_batches(rows[split], settings.batch_tokens))
             open_batches = [batch for batch in batches if not writer.done.issuperset(row.key for row in batch)]
-            for batch, states in record_all(recorder, open_batches, device, getattr(torch, settings.dtype)):
+            for batch, states in record_all(recorder, open_batches, device, stored):
                 sound: list[tuple[Row, Tensor]] = []
                 for row, (aux, last) in zip(batch, states, strict=True):
                     if row.key in writer.done:
@@ -76,26 +77,57 @@ def capture(run: Run) -> dict[str, Any]:
                     if reason:
                         bad.append(f"{row.key} ({reason})")
                     else:
-                        writer.add(row.key, aux, last)
+                        writer.add(row, aux, last)
                         sound.append((row, last))
                     bar.update(len(row.input_ids))
                 if sound:
                     gate.check(*sound[0])
-        index = writer.finish()
+        writer.finish()
         counts[split] = {
             "rows": len(writer.done),
-            "tokens": sum(shard["tokens"] for shard in index["shards"]),
+            "tokens": sum(len(row.input_ids) for row in rows[split] if row.key in writer.done),
         }
-    if len(bad) > MAX_BAD_SHARE * sum(len(rows[split]) for split in SPLITS):
-        raise GateError("FeatureGate", "states", f"{len(bad)} rows are unusable, for instance {bad[0]}")
-    return {**counts, "bad": bad}
+    if len(bad) > settings.max_bad_share * len(every):
+        raise GateError(
+            "FeatureGate",
+            "states",
+            f"{len(bad)} rows are unusable, for instance {bad[0]}; capture.max_bad_share={settings.max_bad_share:g}",
+        )
+    size = sum(path.stat().st_size for path in folder.rglob("shard-*"))
+    return {**counts, "bytes_per_token": round(size / max(1, tokens), 1), "bad": bad}
+
+
+def store_info(recipe: Recipe, target: Target) -> StoreInfo:
+    """What a recipe's stores say of all their shards."""
+    settings = recipe.capture
+    return StoreInfo(
+        fingerprint=target.fingerprint,
+        revision=recipe.target,
+        template=template_hash(target, recipe.encode.template_kwargs),
+        layer_ids=target.resolve_aux_layers(settings.aux_layers),
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        dtype=settings.dtype,
+        last=last_kept(recipe),
+    )
+
+
+def last_kept(recipe: Recipe) -> LastKept:
+    """Which positions keep the last state: what the head reads, and all where prompts are learned from too."""
+    module, _ = HEADS[recipe.head.type]
+    reads: LastKept = module.reads_last
+    return "all" if recipe.train.context_weight else reads
+
+
+def template_hash(target: Target, template_kwargs: dict[str, Any]) -> str:
+    files = (target.path / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    return digest([{path.name: sha256_of(path) for path in files if path.is_file()}, template_kwargs])
 
 
 def compute_dtype(stored: str) -> torch.dtype:
     """What the target computes in: the stored states' type, or float32 on a CPU that multiplies that faster."""
-    faster = stored == "bfloat16" and fastest_dtype() == "float32"
-    found: torch.dtype = torch.float32 if faster else getattr(torch, stored)
-    return found
+    kept = read_dtype(stored)
+    return torch.float32 if kept == torch.bfloat16 and fastest_dtype() == "float32" else kept
 
 
 States = list[tuple[Tensor, Tensor]]
@@ -118,7 +150,7 @@ def record_all(
             yield done, states.result()
 
 
-def check_disk(folder: Path, needed: int, what: str, written: int = 0) -> None:
+def check_disk(folder: Path, info: StoreInfo, tokens: int, last_states: int, written: int = 0) -> None:
     """Refuse before any work when the states would not fit.
 
     Raises:
@@ -126,14 +158,34 @@ def check_disk(folder: Path, needed: int, what: str, written: int = 0) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if needed - written > 0.95 * free:
+    needed = info.num_bytes(tokens, last_states)
+    if needed - written > MOST_OF_DISK * free:
         raise InputError(
-            f"capture: {what} = {_readable(needed)}, but {folder} has {_readable(free)} free; use fewer prompts "
-            f"(prompts.limit), shorter rows (encode.max_length), or another disk (DRAFTHEAD_CACHE=...)"
+            f"capture: {describe_bytes(info, tokens, last_states)}, but {folder} has {readable(free)} free; use "
+            f"{_smaller(info, tokens, last_states)}fewer prompts (prompts.limit), shorter rows (encode.max_length), or "
+            f"another disk (DRAFTHEAD_CACHE=...)"
         )
 
 
-def _readable(size: float) -> str:
+def describe_bytes(info: StoreInfo, tokens: int, last_states: int) -> str:
+    """What the states of so many tokens take on disk, layers and last states apart."""
+    vector = vector_bytes(info.hidden_size, info.dtype)
+    return (
+        f"{tokens:,} tokens x {len(info.layer_ids)} layers x {vector:,} bytes = "
+        f"{readable(info.num_bytes(tokens, 0))}, with {last_states:,} last states "
+        f"{readable(info.num_bytes(tokens, last_states))}"
+    )
+
+
+def _smaller(info: StoreInfo, tokens: int, last_states: int) -> str:
+    """The type of one byte a value, where it is not chosen yet."""
+    if info.dtype in CODES:
+        return ""
+    small = replace(info, dtype="int8").num_bytes(tokens, last_states)
+    return f"states of one byte a value (capture.dtype=int8: {readable(small)}), "
+
+
+def readable(size: float) -> str:
     return f"{size / 1e12:,.1f} TB" if size >= 1e12 else f"{size / 1e9:,.1f} GB"
 
 
@@ -173,20 +225,6 @@ class FeatureGate:
                 f"their size (allowed: {LOGIT_TOLERANCE[self.dtype]}); the state is not the one before the final norm, "
                 f"or the target scales or caps its logits",
             )
-
-
-def find_fault(aux_TAD: Tensor, last_TD: Tensor, length: int) -> str | None:
-    """Why the states of a row cannot be used, or None."""
-    if len(aux_TAD) != length or len(last_TD) != length:
-        return f"short: {len(last_TD)} states for {length} tokens"
-    for name, states_TLD in (("aux", aux_TAD), ("last", last_TD[:, None])):
-        if not bool(torch.isfinite(states_TLD).all()):
-            return f"{name} holds NaN or infinity"
-        if bool((states_TLD == 0).all(-1).any()):
-            return f"{name} holds a zero state"
-        if length > 2 and bool((states_TLD[1:] == states_TLD[1:2]).all(-1).all(0).any()):
-            return f"{name} is the same at every position"
-    return None
 
 
 def length_batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:

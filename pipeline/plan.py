@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from drafthead.data.errors import InputError
-from drafthead.data.shards import StoreInfo
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
+from drafthead.data.store_format import LAST_LEAD
 from drafthead.pipeline.cache import cache_dir
+from drafthead.pipeline.capture import MOST_OF_DISK, store_info
 from drafthead.pipeline.heads.build import check_target
 from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
@@ -42,35 +43,34 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     """
     target = open_target(recipe.target)
     check_head(recipe, target)
-    layers = target.resolve_aux_layers(recipe.capture.aux_layers)
     prompts, exact = count_prompts(recipe)
     answers = prompts * recipe.respond.max_new_tokens
     tokens = prompts * min(recipe.encode.max_length, MEAN_PROMPT_TOKENS + recipe.respond.max_new_tokens)
-    info = StoreInfo(
-        fingerprint=target.fingerprint,
-        layer_ids=layers,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        dtype=recipe.capture.dtype,
-    )
+    info = store_info(recipe, target)
+    last_states = tokens if info.last == "all" else min(tokens, answers + LAST_LEAD * prompts)
     on_gpu = torch.cuda.is_available()
     size = num_parameters(recipe, target)
-    disk = tokens * info.bytes_per_token()
+    disk = info.num_bytes(tokens, last_states)
+    free = shutil.disk_usage(existing(cache_dir())).free
     run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
     seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], answers, tokens)
     return {
         "recipe": recipe.run.name,
         "run_dir": str(run.path),
         "target": {"path": str(target.path), "layers": target.num_layers, "hidden": target.hidden_size},
-        "aux_layer_ids": layers,
+        "aux_layer_ids": info.layer_ids,
         "prompts": {"count": prompts, "exact": exact},
         "answer_tokens_at_most": answers,
         "row_tokens": tokens,
         "parameters": size,
         "disk": {
             "states_gb": round(disk / 1e9, 2),
-            "bytes_per_token": info.bytes_per_token(),
-            "free_gb": round(shutil.disk_usage(existing(cache_dir())).free / 1e9, 1),
+            "layers_gb": round(info.num_bytes(tokens, 0) / 1e9, 2),
+            "last_states": last_states,
+            "dtype": info.dtype,
+            "bytes_per_token": round(disk / tokens, 1),
+            "free_gb": round(free / 1e9, 1),
+            "fits": disk <= MOST_OF_DISK * free,
         },
         "memory": {"training_gb": round(training_bytes(recipe, target, size) / 1e9, 2)},
         "stages": [
@@ -175,10 +175,12 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"recipe    {plan['recipe']} -> {plan['run_dir']}",
         f"target    {plan['target']['path']} ({plan['parameters']['target'] / 1e6:,.0f} M parameters, "
         f"{plan['target']['layers']} layers, hidden {plan['target']['hidden']})",
-        f"states    layers {plan['aux_layer_ids']} and the last one, {disk['bytes_per_token']:,} bytes/token",
+        f"states    layers {plan['aux_layer_ids']} and the last one, {disk['dtype']}, "
+        f"{disk['bytes_per_token']:,} bytes/token",
         f"prompts   {prompts['count']:,}{'' if prompts['exact'] else ' (assumed: the source is not counted yet)'}",
         f"answers   at most {plan['answer_tokens_at_most']:,} tokens",
-        f"disk      {disk['states_gb']:,} GB of states; {disk['free_gb']:,} GB free",
+        f"disk      {disk['states_gb']:,} GB of states, {disk['layers_gb']:,} GB of these the layers'; "
+        f"{disk['free_gb']:,} GB free{'' if disk['fits'] else ': they do not fit, the run will be refused'}",
         f"training  {plan['parameters']['head'] / 1e6:.1f} M parameters, about {plan['memory']['training_gb']} GB",
         "",
     ]

@@ -113,8 +113,12 @@ class DraftVocabConfig(Section):
 
 
 class CaptureConfig(Section):
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the stored states. The target computes in it, or in float32 on a CPU that multiplies that faster."""
+    dtype: Literal["bfloat16", "float16", "float32", "int8", "fp8"] = "bfloat16"
+    """Of the stored states; `int8` and `fp8` (e4m3) take at most half of the disk. The target computes in it (for these
+    two in bfloat16), or in float32 on a CPU that multiplies that faster."""
+    max_bad_share: float = Field(default=0.01, ge=0, lt=1)
+    """Rows whose states cannot be used are left out and counted; above this share of all rows capture and training
+    stop."""
     aux_layers: list[int] | None = None
     """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given. `[]` where only the last state is read
     (Medusa, MTP)."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drafthead.pipeline.capture import capture
+from drafthead.pipeline.capture import capture, last_kept
 from drafthead.pipeline.encode import encode, make_draft_vocab
 from drafthead.pipeline.evaluate import evaluate
 from drafthead.pipeline.export.stage import export
@@ -34,7 +34,7 @@ def _prompts_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _capture_settings(recipe: Recipe) -> dict[str, Any]:
-    return recipe.capture.model_dump(include={"dtype", "aux_layers"})
+    return {**recipe.capture.model_dump(include={"dtype", "aux_layers"}), "last": last_kept(recipe)}
 
 
 def _train_settings(recipe: Recipe) -> dict[str, Any]:
@@ -80,7 +80,7 @@ STAGES: dict[str, Stage] = {
             shared=True,
             extra=lambda run: warm_start_hash(run.recipe),
         ),
-        Stage(name="capture", reads=("encode",), settings=_capture_settings, work=capture, shared=True),
+        Stage(name="capture", reads=("encode",), settings=_capture_settings, work=capture, shared=True, version=2),
         Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),
         Stage(
             name="eval",

@@ -1,5 +1,6 @@
 """What a training reads of the stages before it."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import Row, common_opening, read_rows
 from drafthead.data.errors import InputError
 from drafthead.data.shards import Store
+from drafthead.data.store_faults import sound_rows
 from drafthead.pipeline.heads.base import FrozenTarget
 from drafthead.pipeline.heads.build import build_frozen_target
 from drafthead.pipeline.respond import SPLITS
@@ -30,10 +32,10 @@ class Inputs:
 
     @classmethod
     def open(cls, run: Run) -> "Inputs":
-        """Open the stores, keeping the rows whose states were captured.
+        """Open the stores, keeping the rows whose states are there and whole.
 
         Raises:
-            InputError: The states come from another target, or none is left.
+            InputError: The states come from another target, or too many of them cannot be used.
         """
         vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
         frozen = build_frozen_target(run.target, vocab)
@@ -44,9 +46,11 @@ class Inputs:
                 raise InputError(
                     f"{store.folder}: states of target {store.info.fingerprint}, this run's is {run.target.fingerprint}"
                 )
-            rows = [row for row in read_rows(run.input("encode") / f"{split}.parquet") if row.key in store.where]
-            if not rows:
-                raise InputError(f"{store.folder}: no row of {split}.parquet has states")
+            rows, left_out = sound_rows(
+                read_rows(run.input("encode") / f"{split}.parquet"), store, run.recipe.capture.max_bad_share
+            )
+            if left_out:
+                print(left_out, file=sys.stderr)
             opened.append((rows, store))
         (rows, store), (heldout_rows, heldout_store) = opened
         scored = frozen

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from drafthead.data.batches import Pack
+from drafthead.data.store_format import LastKept
 from drafthead.eval.protocols import TreeDrafter
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
 from drafthead.kernels.linear_soft_ce.reference import TargetStates
@@ -176,6 +177,8 @@ class Head(nn.Module, ABC):
 
     kind: str
     """`head.type` of a recipe."""
+    reads_last: LastKept = "all"
+    """Positions whose last state training reads; `answer`: those that predict the supervised tokens, and one before."""
     options: Any
     """A dataclass; with the target's configuration it decides the module."""
     lm_head: DraftLMHead

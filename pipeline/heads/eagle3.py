@@ -53,6 +53,8 @@ class Eagle3(RecursiveHead):
     """An EAGLE-3 head for a Llama-shaped target configuration."""
 
     kind = "eagle3"
+    # for the target's distribution alone; what is fused are the captured layers
+    reads_last = "answer"
 
     def __init__(self, config: Any, options: Eagle3Options):
         super().__init__()

@@ -59,6 +59,8 @@ class Medusa(Head):
     """Medusa heads for any target; only its hidden size is read from `config`."""
 
     kind = "medusa"
+    # no slot reads another one's state
+    reads_last = "answer"
     options: MedusaOptions
 
     def __init__(self, config: Any, options: MedusaOptions):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from drafthead.data.batches import load_pack, plan_epoch, plan_steps, prefetch, stream_packs, supervised_slots
 from drafthead.data.encoding import Row
-from drafthead.data.shards import ShardWriter, Store, StoreInfo
+from drafthead.data.shards import ShardWriter, Store
+from drafthead.data.store_format import StoreInfo
 
 A, D = 2, 4
 LENGTHS = [5, 17, 3, 64, 9, 9, 1, 30, 22, 8, 40, 12]
@@ -38,7 +39,7 @@ def store(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Store:
     writer = ShardWriter(folder, info, 40)
     for row in rows:
         values_T = torch.tensor(row.input_ids).float()
-        writer.add(row.key, values_T[:, None, None].expand(-1, A, D), values_T[:, None].expand(-1, D))
+        writer.add(row, values_T[:, None, None].expand(-1, A, D), values_T[:, None].expand(-1, D))
     writer.finish()
     return Store(folder)
 
