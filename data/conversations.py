@@ -2,7 +2,7 @@
 
 Four shapes are read: OpenAI `messages`, ShareGPT `conversations`, `prompt` (with or without `response`) and
 `turns` (user turns alone). All become the one spelling that chat templates are rendered with: text content,
-tool calls with `arguments` as an object, tools as a list.
+tool calls with `arguments` as an object, tools as a list. What is not understood is a reason, never left out.
 """
 
 import json
@@ -16,7 +16,10 @@ from drafthead.data.files import digest
 
 Message = dict[str, Any]
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OPENAI_ROLES = {**{role: role for role in ROLES}, "function": "tool"}
+CALLS = ("function_call", "tool_call")
+"""ShareGPT speakers whose text is a call, or a list of calls, as JSON."""
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -25,8 +28,11 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
-    **{role: role for role in ROLES},
+    **dict.fromkeys(CALLS, "assistant"),
+    **OPENAI_ROLES,
 }
+SYSTEM_COLUMNS = ("system", "system_prompt")
+LISTS = ("messages", "conversations", "conversation", "turns")
 SHAPES = "`messages`, `conversations`, `prompt` or `turns`"
 REMEDY = f"give JSONL, one object with {SHAPES} a line"
 
@@ -35,7 +41,7 @@ REMEDY = f"give JSONL, one object with {SHAPES} a line"
 class Conversation:
     """One usable row; `messages` and `tools` are spelled as a chat template expects them.
 
-    An assistant message may carry `finish_reason`, which is no part of what a template sees.
+    An assistant message may carry `finish_reason` and `weight` (0: not to be trained on), which no template sees.
     """
 
     id: str
@@ -84,19 +90,28 @@ def parse_rows(rows: Iterator[tuple[int, Any]], source: str) -> tuple[list[tuple
 
 
 def read_numbered(path: Path, source: str) -> tuple[list[tuple[int, Conversation]], list[Dropped]]:
-    """Read a JSONL file, or a `.json` file that holds a list, with the row number of each conversation.
+    """Read a file of conversations, with the row number of each.
 
     Raises:
-        InputError: No such file, a directory, not UTF-8, empty, or not one usable row; names the remedy.
+        InputError: What `parse_file` raises, or not one usable row.
     """
-    text = _read_text(path)
-    if not text.strip():
-        raise InputError(f"{path}: empty file; {REMEDY}")
-    kept, dropped = parse_rows(_rows_of(text), source)
+    kept, dropped = parse_file(path, source)
     if not kept:
         reason = dropped[0].reason if dropped else "the list is empty"
         raise InputError(f"{path}: no samples remain, {len(dropped)} rows dropped; the first: {reason}")
     return kept, dropped
+
+
+def parse_file(path: Path, source: str) -> tuple[list[tuple[int, Conversation]], list[Dropped]]:
+    """Parse a JSONL file, or a `.json` file that holds a list; perhaps not one row of it can be used.
+
+    Raises:
+        InputError: No such file, a directory, not UTF-8, or empty; names the remedy.
+    """
+    text = _read_text(path)
+    if not text.strip():
+        raise InputError(f"{path}: empty file; {REMEDY}")
+    return parse_rows(_rows_of(text), source)
 
 
 def read_conversations(path: Path, source: str) -> tuple[list[Conversation], list[Dropped]]:
@@ -151,8 +166,9 @@ def _parse_row(row: Any, source: str) -> Conversation:
     messages = [_parse_message(value) for value in _raw_messages(row)]
     if not messages:
         raise _RowError("no messages")
+    messages = _with_system(messages, row)
     _mark_finish_reason(messages, row.get("finish_reason"))
-    tools = _parse_tools(row.get("tools"))
+    tools = _parse_tools(row.get("tools") or row.get("functions"))
     name = row.get("id")
     domain = row.get("domain") or row.get("category")
     return Conversation(
@@ -177,22 +193,41 @@ def _check_unicode(row: dict[str, Any]) -> None:
 
 
 def _raw_messages(row: dict[str, Any]) -> list[Any]:
-    for key in ("messages", "conversations", "turns"):
-        if (values := row.get(key)) is not None:
-            if not isinstance(values, list):
-                raise _RowError(f"`{key}` is {_kind(values)}, not a list")
-            return [_user_turn(value) for value in values] if key == "turns" else values
-    if "prompt" not in row:
+    found = next((key for key in LISTS if row.get(key) is not None), None)
+    if found is None and row.get("prompt") is None:
         raise _RowError(f"none of {SHAPES} in the row")
-    answer = row.get("response", row.get("completion"))
-    messages = [_user_turn(row["prompt"])]
-    return messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
+    given = row[found] if found else row["prompt"]
+    if found and isinstance(given, str) and given.lstrip().startswith("["):
+        given = _decode(given, found)
+    if found and not isinstance(given, list):
+        raise _RowError(f"`{found}` is {_kind(given)}, not a list")
+    if found == "turns":
+        return [_user_turn(value) for value in given]
+    messages = given if isinstance(given, list) else [_user_turn(given)]
+    answer = next((row[key] for key in ("response", "completion") if row.get(key) is not None), None)
+    if answer is None or (found and _is_answered(messages)):
+        return messages
+    return [*messages, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
+
+
+def _is_answered(messages: list[Any]) -> bool:
+    """Whether the list ends with an answer, which a `response` beside it repeats."""
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    return _parse_role(last) == "assistant"
 
 
 def _user_turn(text: Any) -> Message:
     if not isinstance(text, str):
         raise _RowError(f"a prompt or user turn is {_kind(text)}, not text")
     return {"role": "user", "content": text}
+
+
+def _with_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
+    """Put the system prompt that a row holds beside its messages in front of them."""
+    texts = [row[key] for key in SYSTEM_COLUMNS if isinstance(row.get(key), str) and row[key].strip()]
+    if not texts or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": texts[0]}, *messages]
 
 
 def _mark_finish_reason(messages: list[Message], reason: Any) -> None:
@@ -204,41 +239,62 @@ def _mark_finish_reason(messages: list[Message], reason: Any) -> None:
 def _parse_message(value: Any) -> Message:
     if not isinstance(value, dict):
         raise _RowError(f"a message is {_kind(value)}, not an object")
-    message: Message = {
-        "role": _parse_role(value),
-        "content": _text(value.get("content", value.get("value"))),
-    }
+    role = _parse_role(value)
+    given = value.get("content", value.get("value"))
+    calls = value.get("tool_calls") or value.get("function_call")
+    if "role" not in value and str(value["from"]).lower() in CALLS:
+        given, calls = None, given
     reasoning = value.get("reasoning_content", value.get("reasoning"))
+    may_be_null = role in ("assistant", "tool") and bool({"content", "value"} & value.keys())
+    if given is None and not (may_be_null or calls or reasoning):
+        raise _RowError(f"a message of role {role} without content")
+    message: Message = {"role": role, "content": _text(given)}
     if reasoning is not None:
         message["reasoning_content"] = _text(reasoning, "reasoning_content")
-    if value.get("tool_calls"):
-        message["tool_calls"] = _parse_tool_calls(value["tool_calls"])
+    if calls and (parsed := _parse_tool_calls(calls)):
+        message["tool_calls"] = parsed
     for key in ("tool_call_id", "name", "finish_reason"):
         if isinstance(value.get(key), str):
             message[key] = value[key]
+    if isinstance(value.get("weight"), int | float):
+        message["weight"] = value["weight"]
     return message
 
 
 def _parse_role(value: dict[str, Any]) -> str:
     if "role" in value:
-        role, known = value["role"], {name: name for name in ROLES}
+        role, known = value["role"], OPENAI_ROLES
     else:
         role, known = value.get("from"), SHAREGPT_ROLES
+        role = role.lower() if isinstance(role, str) else role
     if not isinstance(role, str) or role not in known:
         raise _RowError(f"unknown role {role!r}; known are {', '.join(known)}")
     return known[role]
 
 
 def _text(value: Any, field: str = "content") -> str:
+    """Text, or the text of a list of text parts, which a server joins by line breaks."""
     if value is None:
         return ""
+    if isinstance(value, list):
+        return "\n".join(_part(part, field) for part in value)
     if not isinstance(value, str):
         raise _RowError(f"{field} is {_kind(value)}, not text")
     return value
 
 
+def _part(part: Any, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else _kind(part)
+        raise _RowError(f"{field} holds a part that is not text ({kind}); only text is trained on")
+    return str(part["text"])
+
+
 def _parse_tool_calls(value: Any) -> list[dict[str, Any]]:
     calls = _decode(value, "tool_calls")
+    calls = [calls] if isinstance(calls, dict) else calls or []
     if not isinstance(calls, list):
         raise _RowError(f"tool_calls is {_kind(calls)}, not a list")
     return [_parse_tool_call(call) for call in calls]
@@ -249,6 +305,7 @@ def _parse_tool_call(value: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _RowError("a tool call without a function name")
     arguments = _decode(function.get("arguments") or {}, "tool call arguments")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise _RowError(f"tool call arguments are {_kind(arguments)}, not an object")
     call: dict[str, Any] = {"id": value["id"]} if isinstance(value.get("id"), str) else {}
@@ -262,10 +319,17 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list):
         raise _RowError(f"tools is {_kind(tools)}, not a list")
-    decoded = [_decode(tool, "tools") for tool in tools]
-    if not all(isinstance(tool, dict) for tool in decoded):
+    return [_parse_tool(_decode(tool, "tools")) for tool in tools]
+
+
+def _parse_tool(tool: Any) -> dict[str, Any]:
+    """A function as a server's API has it; data sets also hold the bare function."""
+    if not isinstance(tool, dict):
         raise _RowError("a tool is not an object")
-    return decoded
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _RowError("a tool without a function name")
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def _decode(value: Any, field: str) -> Any:

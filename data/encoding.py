@@ -6,15 +6,14 @@ change the prompt's ids, for a server generates after them.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from drafthead.data.conversations import Conversation, Message, read_numbered
+from drafthead.data.conversations import Conversation, Message
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import write_atomically
 from drafthead.data.template import (
@@ -39,7 +38,8 @@ SCHEMA = pa.schema(
         ("clipped", pa.bool_()),
     ]
 )
-DIM, BRIGHT, RED, PLAIN = "\033[2m", "\033[1;32m", "\033[31m", "\033[0m"
+Turns = Literal["all", "last"]
+"""Which assistant turns of a conversation are trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +104,28 @@ class EncodeReport:
 
 
 def encode_conversation(
-    template: Template, conversation: Conversation, *, max_length: int
+    template: Template, conversation: Conversation, *, max_length: int, turns: Turns = "all"
 ) -> tuple[list[Row], list[str]]:
-    """Encode each assistant turn; return the rows, and a reason for every turn that gave none."""
-    rows: list[Row] = []
-    reasons: list[str] = []
-    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    for turn, index in enumerate(turns):
+    """Encode each assistant turn, or the last alone; return the rows, and a reason for every turn that gave none."""
+    made = [one for _, one in encode_turns(template, conversation, max_length=max_length, turns=turns)]
+    return [one for one in made if isinstance(one, Row)], [one for one in made if isinstance(one, str)]
+
+
+def encode_turns(
+    template: Template, conversation: Conversation, *, max_length: int, turns: Turns = "all"
+) -> Iterator[tuple[int | None, Row | str]]:
+    """Yield the number of each assistant turn with its row, or with the reason why there is none.
+
+    A conversation without assistant turns yields one reason without a number.
+    """
+    places = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if not places:
+        yield None, "no assistant turn"
+    for turn in range(len(places))[slice(None) if turns == "all" else slice(-1, None)]:
         try:
-            rows.append(_encode_turn(template, conversation, turn, index, max_length))
+            yield turn, _encode_turn(template, conversation, turn, places[turn], max_length)
         except TurnError as error:
-            reasons.append(str(error))
-    return rows, reasons if turns else ["no assistant turn"]
+            yield turn, str(error)
 
 
 def encode_answer(
@@ -144,6 +154,8 @@ def _encode_turn(template: Template, conversation: Conversation, turn: int, inde
     message = messages[index]
     if not any(earlier["role"] == "user" for earlier in messages[:index]):
         raise TurnError("starts with an assistant turn")
+    if message.get("weight") == 0:
+        raise TurnError("weight 0 in the data")
     if not answer_of(message) and not message.get("tool_calls"):
         raise TurnError("empty answer")
     _check_no_end_inside(template, message)
@@ -267,68 +279,6 @@ def read_rows(path: Path) -> list[Row]:
     if table.schema.names != SCHEMA.names:
         raise InputError(f"{path}: columns {table.schema.names}, expected {SCHEMA.names}; encode again")
     return [Row(**values) for values in table.to_pylist()]
-
-
-# ---- inspection ------------------------------------------------------------------------------------------
-
-
-def inspect_conversations(template: Template, path: Path, *, max_length: int) -> dict[str, Any]:
-    """Encode a file of conversations and show every row: the object of `drafthead inspect --json`.
-
-    Raises:
-        InputError: The file cannot be read, or no samples remain.
-    """
-    numbered, unread = read_numbered(path, str(path))
-    shown: list[dict[str, Any]] = []
-    dropped: list[dict[str, Any]] = [{"source": one.source, "reason": one.reason} for one in unread]
-    report = EncodeReport()
-    report.add([], (one.reason for one in unread))
-    for number, conversation in numbered:
-        rows, reasons = encode_conversation(template, conversation, max_length=max_length)
-        report.add(rows, reasons)
-        shown += [_as_shown(template, number, row) for row in rows]
-        dropped += [{"source": number, "reason": reason} for reason in reasons]
-    report.require_samples(str(path))
-    dropped.sort(key=lambda one: one["source"])
-    return {"rows": shown, "dropped": dropped, "kept": report.kept, "clipped": report.clipped}
-
-
-def _as_shown(template: Template, number: int, row: Row) -> dict[str, Any]:
-    return {
-        "source": number,
-        "turn": row.turn,
-        "input_ids": row.input_ids,
-        "loss_mask": row.loss_mask,
-        "supervised_text": template.decode(row.input_ids[row.context_length :]),
-    }
-
-
-def print_inspection(template: Template, inspection: dict[str, Any], stream: TextIO) -> None:
-    """Print rows for a person: context dim, supervised text bright; colours on a terminal only."""
-    coloured = stream.isatty()
-    lines = (_row_lines(template, row, coloured) for row in inspection["rows"])
-    for line in chain.from_iterable(lines):
-        print(line, file=stream)
-    for one in inspection["dropped"]:
-        print(_paint(f"row {one['source']}: dropped: {one['reason']}", RED, coloured), file=stream)
-    counts = f"kept {inspection['kept']} (clipped {inspection['clipped']}), dropped {len(inspection['dropped'])}"
-    print(counts, file=stream)
-
-
-def _row_lines(template: Template, row: dict[str, Any], coloured: bool) -> list[str]:
-    context_length = row["loss_mask"].index(1)
-    num_supervised = len(row["input_ids"]) - context_length
-    title = f"row {row['source']}, turn {row['turn']}: {context_length} context + {num_supervised} supervised"
-    context = _paint(template.decode(row["input_ids"][:context_length]), DIM, coloured)
-    supervised = _paint(row["supervised_text"], BRIGHT, coloured)
-    # without colours the boundary has to show otherwise
-    return [title, context + ("" if coloured else "\n>>> supervised:\n") + supervised, ""]
-
-
-def _paint(text: str, colour: str, coloured: bool) -> str:
-    # escape codes in the data must not reach the terminal
-    text = text.replace("\033", "\u241b")
-    return f"{colour}{text}{PLAIN}" if coloured else text
 
 
 def common_opening(rows: list[Row]) -> int:

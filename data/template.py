@@ -1,13 +1,15 @@
 """How a server renders a conversation, and which text the target writes after that prompt.
 
-The prompt of a turn is rendered as vLLM does it (vllm/renderers/hf.py): the messages before the turn, with
-the generation prompt, to text, then to ids without special tokens added. The answer of the turn is what the
-render of the messages up to and with the turn has after that prompt. Some templates make the two disagree
-(they rewrite turns, pre-fill a think block, or leave the scaffold of the prompt out of finished turns); then
-the message itself decides, and a turn that stays in doubt is refused with a reason.
+The prompt of a turn is rendered as vLLM does it (vllm/renderers/hf.py; what its API makes of messages first is in
+`served_form.py`): the messages before the turn, with the generation prompt, to text, then to ids without special
+tokens added. The answer of the turn is what the render of the messages up to and with the turn has after that prompt.
+Some templates make the two disagree (they rewrite turns, pre-fill a think block, or leave the scaffold of the prompt
+out of finished turns); then the message itself decides, and a turn that stays in doubt is refused with a reason.
 """
 
+import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,28 @@ import jinja2
 from drafthead.data.conversations import Message
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json
+from drafthead.data.served_form import served_messages, served_tools, variables_read
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 THINK, END_THINK = "<think>", "</think>"
 CLOSED_SCAFFOLD = re.compile(r"\s*(<think>\s*</think>\s*)?")
+PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 PROBE = "drafthead-probe-of-an-answer"
 RESERVED_KWARGS = {
     "chat_template",
     "tokenize",
     "tools",
+    "messages",
     "conversation",
     "add_generation_prompt",
+    "continue_final_message",
     "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
 }
 Tools = list[dict[str, Any]] | None
 
@@ -84,13 +96,30 @@ class Template:
         except (OSError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InputError(f"{target}: no tokenizer that can be loaded ({reason[:200]})") from None
-        return cls(
+        template = cls(
             tokenizer,
             target=str(target),
             chat_template=None if chat_template is None else _read_template(chat_template),
             template_kwargs=template_kwargs,
             end_of_turn_ids=read_end_of_turn_ids(target),
         )
+        if unread := template.unread_kwargs():
+            print(
+                f"WARNING: encode.template_kwargs.{', '.join(unread)}: the chat template of {target} does not read it; "
+                f"a server ignores it too",
+                file=sys.stderr,
+            )
+        return template
+
+    def unread_kwargs(self) -> list[str]:
+        """Template arguments that change nothing, for the template has no variable of that name."""
+        texts = [self.chat_template or self.tokenizer.chat_template]
+        texts = list(texts[0].values()) if isinstance(texts[0], dict) else texts
+        try:
+            read = {name for text in texts for name in variables_read(text)}
+        except jinja2.TemplateSyntaxError:  # named with its line where the template is used
+            return []
+        return sorted(self.template_kwargs.keys() - read)
 
     def render(self, messages: list[Message], tools: Tools, *, add_generation_prompt: bool) -> str:
         """Render to text.
@@ -100,10 +129,12 @@ class Template:
             InputError: The template itself is not valid.
         """
         try:
+            served = served_tools(tools)
+            chosen = self.tokenizer.get_chat_template(self.chat_template, served)
             text = self.tokenizer.apply_chat_template(
-                [_as_served(message) for message in messages],
-                tools=list(tools) if tools else None,
-                chat_template=self.chat_template,
+                served_messages(messages, chosen),
+                tools=served,
+                chat_template=chosen,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self.template_kwargs,
@@ -111,7 +142,7 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise InputError(f"{self.target}: chat template line {error.lineno}: {error.message}") from None
         # a template is a program: on messages that it was not written for it fails in any of these ways
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, *PROGRAM_ERRORS) as error:
             raise TurnError(f"the chat template refuses the messages: {error}") from None
         assert isinstance(text, str)
         return text
@@ -136,16 +167,14 @@ class Template:
 
 
 def read_end_of_turn_ids(target: Path) -> set[int]:
-    """Ids at which a server stops: `eos_token_id` of generation_config.json and config.json."""
-    found: set[int] = set()
+    """Ids at which a server stops, beside the tokenizer's own: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
         path = target / name
-        if not path.is_file():
-            continue
-        config = read_json(path)
-        for value in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
-            found.update([value] if isinstance(value, int) else value or [])
-    return found
+        config = read_json(path) if path.is_file() else {}
+        ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if ids is not None:
+            return {ids} if isinstance(ids, int) else set(ids)
+    return set()
 
 
 def _read_template(path: Path) -> str:
@@ -153,14 +182,6 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a chat template that can be read ({error})") from None
-
-
-def _as_served(message: Message) -> Message:
-    """What vLLM hands to the template: reasoning under both of its names, nothing of our own."""
-    served = {key: value for key, value in message.items() if key != "finish_reason"}
-    if "reasoning_content" in served:
-        served["reasoning"] = served["reasoning_content"]
-    return served
 
 
 # ---- the answer of a turn --------------------------------------------------------------------------------
@@ -203,19 +224,26 @@ def _probe(template: Template, messages: list[Message], index: int, tools: Tools
 def _text_after_open_think(prompt: str, full: str, message: Message) -> str | None:
     """The message's own text, where it is what the target wrote after a pre-filled `<think>`.
 
-    An answer with only the closing tag is raw output, for the opening tag came from the prompt. With both
-    tags the template's render is used, unless it left the reasoning out.
+    An answer with only the closing tag is raw output, for the opening tag came from the prompt; so is one without
+    tags that was cut, for it never came to its closing tag. With both tags, or with the reasoning apart, the
+    template's render is used, unless it left the reasoning out.
     """
-    content = message["content"]
-    opened = prompt.rstrip().endswith(THINK)
-    if not opened or END_THINK not in content or message.get("tool_calls") or message.get("reasoning_content"):
+    content = str(message["content"])
+    thought = message.get("reasoning_content")
+    if not prompt.rstrip().endswith(THINK) or message.get("tool_calls"):
         return None
+    if thought:
+        # as these targets write it, and as their reasoning parsers split it
+        is_lost = END_THINK not in content and not full.startswith(prompt)
+        return f"{thought.strip()}\n{END_THINK}\n\n{content.lstrip()}" if is_lost else None
+    if END_THINK not in content:
+        return content if message.get("finish_reason") == "length" and THINK not in content else None
     if THINK not in content:
-        return str(content)
+        return content
     opener = prompt[prompt.rindex(THINK) :]
     if full.startswith(prompt) or not content.startswith(THINK):
         return None
-    return str(content.removeprefix(opener if content.startswith(opener) else THINK))
+    return content.removeprefix(opener if content.startswith(opener) else THINK)
 
 
 def _text_after_scaffold(
@@ -248,10 +276,21 @@ def _check_round_trip(answer: str, message: Message) -> None:
         raise TurnError("the chat template does not render the answer")
     if _reasoning_of(message) not in answer:
         raise TurnError("the chat template does not render the reasoning")
-    if any(call["function"]["name"] not in answer for call in message.get("tool_calls", [])):
+    if not _shows_calls(answer, message):
         raise TurnError("the chat template does not render the tool calls")
     closed = message["content"].count(END_THINK)
     # without a closing tag of its own an answer may get one block from the template
     allowed = (closed,) if closed or THINK in message["content"] else (0, 1)
     if answer.count(END_THINK) not in allowed:
         raise TurnError("the chat template does not keep the think tags of the answer")
+
+
+def _shows_calls(answer: str, message: Message) -> bool:
+    """Whether each call's name is there beyond what is said in words, and with it the names of its arguments."""
+    said = f"{message['content']}{message.get('reasoning_content', '')}"
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    names = [call["name"] for call in calls]
+    keys = [key for call in calls for key in call["arguments"]]
+    return all(answer.count(name) >= said.count(name) + names.count(name) for name in names) and all(
+        key in answer or json.dumps(key)[1:-1] in answer for key in keys
+    )

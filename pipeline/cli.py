@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     inspect.add_argument("--chat-template", type=Path)
     inspect.add_argument("--template-kwargs", type=_json_object, default={})
     inspect.add_argument("--max-length", type=_positive, default=2048)
+    inspect.add_argument("--turns", choices=("all", "last"), default="all", help="assistant turns to train on")
+    inspect.add_argument("--row", type=int, metavar="N", help="this row of the file alone, counted from 0")
 
     _add(commands, "doctor", "examine this machine and the installation", run_doctor)
     return parser.parse_args(argv)
@@ -294,7 +296,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    from drafthead.data.encoding import inspect_conversations, print_inspection
+    from drafthead.data.inspection import Inspection, print_inspection
     from drafthead.data.template import Template
     from drafthead.pipeline.target import open_target
 
@@ -303,13 +305,18 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         chat_template=arguments.chat_template,
         template_kwargs=arguments.template_kwargs,
     )
-    inspection = inspect_conversations(template, arguments.conversations, max_length=arguments.max_length)
+    inspection = Inspection.of(
+        template,
+        arguments.conversations,
+        max_length=arguments.max_length,
+        turns=arguments.turns,
+        only=arguments.row,
+    )
     if arguments.json:
-        print(json.dumps(inspection, ensure_ascii=False))
+        print(json.dumps(inspection.as_json(template), ensure_ascii=False))
     else:
-        print_inspection(template, inspection, sys.stdout)
-    if not inspection["kept"]:
-        raise InputError(f"{arguments.conversations}: no samples remain, {len(inspection['dropped'])} dropped")
+        print_inspection(template, inspection, sys.stdout, os.environ)
+    inspection.require_samples()
     return 0
 
 

@@ -53,7 +53,10 @@ def _encode_given(run: Run, template: Template, split: str, counts: EncodeReport
     """Rows of conversations that hold their answers already (respond.engine=off)."""
     rows: list[Row] = []
     for conversation in read_prompts(run, split):
-        new, reasons = encode_conversation(template, conversation, max_length=run.recipe.encode.max_length)
+        settings = run.recipe.encode
+        new, reasons = encode_conversation(
+            template, conversation, max_length=settings.max_length, turns=settings.turns or "all"
+        )
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         for row in new:
             served = template.render_prompt(conversation.messages[: turns[row.turn]], conversation.tools)
@@ -73,6 +76,8 @@ def _encode_answers(run: Run, template: Template, split: str, counts: EncodeRepo
         dialogue = dialogues[answer["id"]]
         conversation, served = dialogue.conversation, dialogue.next_context()
         dialogue.answers.append(answer)
+        if run.recipe.encode.turns == "last" and len(dialogue.answers) < dialogue.num_turns:
+            continue
         row = encode_answer(
             id=conversation.id,
             source=conversation.source,

@@ -102,6 +102,8 @@ class EncodeConfig(Section):
     max_length: Count = 2048
     template_kwargs: dict[str, Any] = {}
     """Given to the chat template exactly as the server will (`enable_thinking`, ...)."""
+    turns: Literal["last"] | None = None
+    """`last` trains on the last assistant turn of each conversation alone, all of them are trained on unless given."""
 
 
 DEFAULT_DRAFT_VOCAB = 32_000

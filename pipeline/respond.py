@@ -141,19 +141,19 @@ class Dialogue:
             ids = shipped.find(context)
             if ids is None:
                 break
-            ended = ids[-1] in self.template.end_of_turn_ids
-            self.answers.append(self.line(context, ids, "stop" if ended else "length"))
+            self.answers.append(self.line(context, ids))
         return len(self.answers) - before
 
-    def line(self, context_ids: list[int], completion_ids: list[int], finish_reason: str) -> dict[str, Any]:
-        """The line of answers.jsonl for the next turn."""
+    def line(self, context_ids: list[int], completion_ids: list[int]) -> dict[str, Any]:
+        """The line of answers.jsonl for the next turn; whether it was cut its ids say, whatever a server calls it."""
+        ended = bool(completion_ids) and completion_ids[-1] in self.template.end_of_turn_ids
         return {
             "id": self.conversation.id,
             "split": self.split,
             "turn": len(self.answers),
             "context_ids": context_ids,
             "completion_ids": completion_ids,
-            "finish_reason": finish_reason,
+            "finish_reason": "stop" if ended else "length",
         }
 
     def _text(self, ids: list[int]) -> str:
@@ -216,7 +216,7 @@ def _generate(run: Run, dialogues: list[Dialogue], skipped: Counter[str]) -> Ite
             ask(engine, number, dialogue)
         for result in engine.results():
             dialogue, context = waiting.pop(result.key)
-            row = dialogue.line(context, result.token_ids, result.finish_reason)
+            row = dialogue.line(context, result.token_ids)
             dialogue.answers.append(row)
             yield row
             ask(engine, int(result.key.split("-")[0]), dialogue)

@@ -33,6 +33,11 @@ def _prompts_settings(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.prompts.model_dump(), "seed": recipe.run.seed, **writer}
 
 
+def _encode_settings(recipe: Recipe) -> dict[str, Any]:
+    """`turns` came later: not used, it changes no key. A null among the template's arguments is one that it sees."""
+    return recipe.encode.model_dump(exclude=None if recipe.encode.turns else {"turns"})
+
+
 def _capture_settings(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.capture.model_dump(include={"dtype", "aux_layers"}), "last": last_kept(recipe)}
 
@@ -68,7 +73,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             name="encode",
             reads=("prompts", "respond"),
-            settings=lambda recipe: recipe.encode,
+            settings=_encode_settings,
             work=encode,
             shared=True,
         ),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
+from drafthead.data.template import read_end_of_turn_ids
 from drafthead.pipeline.cache import cache_dir
 from safetensors import safe_open
 from torch import Tensor
@@ -86,14 +87,9 @@ class Target:
 
     @functools.cached_property
     def end_of_turn_ids(self) -> list[int]:
-        """Ids at which a server ends the answer: generation_config.json's, else the tokenizer's."""
-        ids = self.config.eos_token_id
-        path = self.path / "generation_config.json"
-        if path.is_file():
-            ids = read_json(path).get("eos_token_id", ids)
-        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        """Ids at which a server ends the answer: the configuration's and the tokenizer's."""
         own = self.tokenizer.eos_token_id
-        return sorted({*ids, *([] if own is None else [own])})
+        return sorted(read_end_of_turn_ids(self.path) | ({own} if isinstance(own, int) else set()))
 
     # ---- tensors
 

@@ -22,8 +22,17 @@ def parse(row):
         {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "hello"}]},
         {"prompt": "hi", "response": "hello"},
         {"prompt": "hi", "completion": "hello"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [USER], "response": "hello"},
+        {"messages": [USER], "response": "hello"},
+        {"messages": [USER, ANSWER], "response": "hello"},
+        {"conversation": [USER, ANSWER]},
+        {"messages": json.dumps([USER, ANSWER])},
+        {"conversations": [{"from": "Human", "value": "hi"}, {"from": "GPT", "value": "hello"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+        {"messages": [USER, ANSWER], "system": "", "tools": None, "functions": []},
     ],
-    ids=["messages", "sharegpt", "sharegpt-openai-names", "prompt-response", "prompt-completion"],
+    ids=lambda row: "-".join(row)[:40] if isinstance(row, dict) else None,
 )
 def test_shapes_become_the_same_messages(row):
     conversation = parse(row)
@@ -72,7 +81,44 @@ def test_tool_calls_have_one_spelling(call):
     assert parse(call_row(call)).messages[1]["tool_calls"] == expected
 
 
-@pytest.mark.parametrize("arguments", [None, "", {}])
+def test_the_system_prompt_beside_the_messages_is_not_lost():
+    expected = [{"role": "system", "content": "Be brief."}, USER, ANSWER]
+    sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    assert parse({"system": "Be brief.", "conversations": sharegpt}).messages == expected
+    assert parse({"system_prompt": "Be brief.", "prompt": "hi", "response": "hello"}).messages == expected
+    assert parse({"system": "Be long.", "messages": expected}).messages == expected
+
+
+def test_text_parts_are_joined_as_a_server_joins_them():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, "c"]
+    assert parse({"messages": [{"role": "user", "content": parts}]}).messages[0]["content"] == "a\nb\nc"
+
+
+def test_calls_of_older_formats_are_not_lost():
+    expected = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    old = parse({"messages": [USER, {"role": "assistant", "content": "so", "function_call": call}]}).messages[1]
+    assert old == {"role": "assistant", "content": "so", "tool_calls": expected}
+    turns = [{"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "4"}]
+    spoken = parse({"conversations": [{"from": "human", "value": "hi"}, *turns]}).messages
+    assert spoken[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": expected},
+        {"role": "tool", "content": "4"},
+    ]
+    answered = parse({"messages": [USER, {"role": "function", "name": "f", "content": "4"}]}).messages[1]
+    assert answered == {"role": "tool", "content": "4", "name": "f"}
+
+
+@pytest.mark.parametrize("nothing", [None, [], "null", "[]"])
+def test_no_tool_calls_are_no_tool_calls(nothing):
+    assert parse({"messages": [{**ANSWER, "tool_calls": nothing}]}).messages == [ANSWER]
+
+
+def test_a_weight_of_the_data_is_kept():
+    assert parse({"messages": [USER, {**ANSWER, "weight": 0}]}).messages[1]["weight"] == 0
+
+
+@pytest.mark.parametrize("arguments", [None, "", "null", {}])
 def test_absent_arguments_are_an_empty_object(arguments):
     message = parse(call_row({"function": {"name": "f", "arguments": arguments}})).messages[1]
     assert message["tool_calls"][0]["function"]["arguments"] == {}
@@ -80,8 +126,9 @@ def test_absent_arguments_are_an_empty_object(arguments):
 
 def test_tools_have_one_spelling():
     tool = {"type": "function", "function": {"name": "f"}}
-    for spelling in ([tool], tool, json.dumps([tool]), json.dumps(tool), [json.dumps(tool)]):
+    for spelling in ([tool], tool, json.dumps([tool]), json.dumps(tool), [json.dumps(tool)], [{"name": "f"}]):
         assert parse(call_row({"name": "f"}, spelling)).tools == [tool]
+    assert parse({"prompt": "hi", "functions": [{"name": "f"}]}).tools == [tool]
     for absent in (None, [], "", "null", "[]"):
         assert parse(call_row({"name": "f"}, absent)).tools is None
 
@@ -101,7 +148,14 @@ def test_finish_reason_of_the_row_belongs_to_the_last_answer():
         ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
         ({"messages": [{"content": "x"}]}, "unknown role None"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content is a list, not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is not text (image_url)"),
+        ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "content is an object, not text"),
+        ({"messages": [{"role": "user", "text": "x"}]}, "a message of role user without content"),
+        ({"messages": [{"role": "user", "content": None}]}, "a message of role user without content"),
+        ({"messages": [USER, {"role": "assistant"}]}, "a message of role assistant without content"),
+        ({"messages": "[1"}, "messages: malformed JSON"),
+        ({"prompt": None}, "none of `messages`"),
+        ({"conversations": [{"from": "function_call", "value": "get it"}]}, "tool_calls: malformed JSON"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ({"turns": [1]}, "a prompt or user turn is a int"),
         (call_row({"function": {"name": "f", "arguments": '{"a": '}}), "tool call arguments: malformed JSON"),
@@ -110,6 +164,8 @@ def test_finish_reason_of_the_row_belongs_to_the_last_answer():
         (call_row("f"), "without a function name"),
         (call_row({"name": "f"}, "{"), "tools: malformed JSON"),
         (call_row({"name": "f"}, [1]), "a tool is not an object"),
+        (call_row({"name": "f"}, {"f": {}}), "a tool without a function name"),
+        (call_row({"name": "f", "arguments": '"text"'}), "tool call arguments are text"),
         ([], "a row is an object"),
     ],
 )

@@ -1,12 +1,10 @@
 """Context and supervised ids of every turn, against templates that rewrite turns (C1, C3, C5)."""
 
 import copy
-import io
 import json
 
 import jinja2
 import pytest
-import torch
 from drafthead.data.conversations import parse_conversation
 from drafthead.data.encoding import (
     EncodeReport,
@@ -14,13 +12,12 @@ from drafthead.data.encoding import (
     check_row,
     encode_answer,
     encode_conversation,
-    inspect_conversations,
-    print_inspection,
     read_rows,
     write_rows,
 )
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.template import Template, TurnError, read_end_of_turn_ids
+from drafthead.pipeline.target import Target
 
 from .templates import TOKENIZER, A, B, C, R, make_template, make_tokenizer
 
@@ -139,6 +136,7 @@ def test_reasoning_that_the_template_strips_is_still_what_the_target_wrote(text)
         ("", answer("<think>hm</think>4"), "does not render the reasoning"),
         ("", answer("4", reasoning_content="hm"), "does not render the reasoning"),
         ("", answer("", tool_calls=[{"name": "get", "arguments": {}}]), "does not render the tool calls"),
+        ("", answer("I get it", tool_calls=[{"name": "get", "arguments": {}}]), "does not render the tool calls"),
         ("", answer(f"4{END}5"), "contains an end-of-turn token"),
     ],
 )
@@ -149,6 +147,42 @@ def test_turns_in_doubt_are_refused(opening, message, reason):
     assert reason in reasons[0]
 
 
+def test_reasoning_apart_and_inline_are_the_same_turn():
+    for text, opening in ((A, ""), (B, "<think>\n"), (R, "<think>\n")):
+        template = make_template(text, opening=opening)
+        inline, _ = encode(template, [user("2+2?"), answer("<think>\nhm\n</think>\n\n4, sure")])
+        for thought in ("hm", "\nhm\n"):
+            apart, reasons = encode(template, [user("2+2?"), answer("4, sure", reasoning_content=thought)])
+            assert reasons == []
+            if text is R or thought == "hm":
+                assert apart[0].input_ids == inline[0].input_ids, (opening, thought)
+
+
+def test_an_answer_cut_inside_its_thought_is_what_the_target_wrote():
+    rows, reasons = encode(make_template(B), [user("why"), answer("first I")], finish_reason="length")
+    assert reasons == []
+    assert supervised(rows) == ["first I"]
+    assert rows[0].clipped
+
+
+def test_an_answer_of_weight_zero_is_context_alone():
+    messages = [user("a"), answer("a bad one", weight=0), user("b"), answer("a good one", weight=1)]
+    rows, reasons = encode(make_template(R), messages)
+    assert reasons == ["weight 0 in the data"]
+    assert supervised(rows) == [f"a good one{END}"]
+    assert "a bad one" in context(rows[0])
+
+
+def test_only_the_last_turn_when_asked():
+    conversation = parse_conversation({"messages": TWO_TURNS}, number=0, source="t")
+    every, _ = encode_conversation(make_template(A), conversation, max_length=512)
+    last, reasons = encode_conversation(make_template(A), conversation, max_length=512, turns="last")
+    assert (last, reasons) == (every[1:], [])
+    cut = {"messages": [*TWO_TURNS[:3], answer("")]}
+    conversation = parse_conversation(cut, number=0, source="t")
+    assert encode_conversation(make_template(A), conversation, max_length=512, turns="last") == ([], ["empty answer"])
+
+
 def test_an_unclosed_or_doubled_think_block_is_refused():
     for text in ("<think>cut", "<think>a</think>b</think>c"):
         rows, reasons = encode(make_template(A), [user("x"), answer(text)])
@@ -157,7 +191,10 @@ def test_an_unclosed_or_doubled_think_block_is_refused():
 
 # ---- C3: tool calls in every spelling --------------------------------------------------------------------
 
-TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get", "description": "the weather", "parameters": {"type": "object"}},
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": {"city": "Ålesund"}}}
 TOOL_TURNS = [
     user("weather?"),
@@ -203,59 +240,6 @@ def test_absent_tools_render_no_schema():
 
 # ---- C5: bad rows ----------------------------------------------------------------------------------------
 
-BAD_BATCH = [
-    {"messages": [user("a"), answer("")]},
-    {"messages": [answer("Sure"), user("Hello")]},
-    {"messages": [user("only")]},
-    {"messages": [user("a"), user("b"), answer("c")]},
-    {"messages": [user("long " * 60), answer("short")]},
-    {"messages": [user("a"), answer("word " * 60)]},
-    {"messages": [user("a"), answer("cut in the mid")], "finish_reason": "length"},
-    {"messages": [user("a"), answer("4")]},
-    {"messages": [user("a"), {"role": "wizard", "content": "b"}]},
-    {"messages": [user("a"), answer("a good answer")]},
-]
-KEPT = [5, 6, 7, 9]
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_bad_rows_are_counted_with_reasons(tmp_path):
-    path = write_jsonl(tmp_path / "bad.jsonl", BAD_BATCH)
-    shown = inspect_conversations(make_template(C), path, max_length=64)
-    assert set(shown) == {"rows", "dropped", "kept", "clipped"}
-    assert [row["source"] for row in shown["rows"]] == KEPT
-    assert (shown["kept"], shown["clipped"]) == (4, 2)
-    assert shown["kept"] + len(shown["dropped"]) == 10
-    reasons = {one["source"]: one["reason"] for one in shown["dropped"]}
-    assert reasons[0] == "empty answer"
-    assert reasons[1] == "starts with an assistant turn"
-    assert reasons[2] == "no assistant turn"
-    assert "roles must alternate" in reasons[3]
-    assert reasons[4] == "prompt longer than max_length"
-    assert "unknown role 'wizard'" in reasons[8]
-
-
-def test_kept_rows_are_supervised_and_their_loss_is_finite(tmp_path):
-    shown = inspect_conversations(make_template(C), write_jsonl(tmp_path / "b.jsonl", BAD_BATCH), max_length=64)
-    for row in shown["rows"]:
-        assert set(row) == {"source", "turn", "input_ids", "loss_mask", "supervised_text"}
-        assert len(row["input_ids"]) == len(row["loss_mask"]) <= 64
-        mask = torch.tensor(row["loss_mask"])
-        assert torch.isfinite((torch.ones(len(mask)) * mask).sum() / mask.sum())
-    texts = {row["source"]: row["supervised_text"] for row in shown["rows"]}
-    assert texts[7] == "[assistant]4[/]"
-    assert texts[6] == "[assistant]cut in the mid"
-
-
-def test_nothing_left_is_an_error_that_names_the_reasons(tmp_path):
-    rows = [row for number, row in enumerate(BAD_BATCH) if number not in KEPT]
-    with pytest.raises(InputError, match=r"no samples remain of 6: .*empty answer \(1\)"):
-        inspect_conversations(make_template(C), write_jsonl(tmp_path / "x.jsonl", rows), max_length=64)
-
 
 def test_a_clipped_answer_loses_its_end_of_turn():
     template = make_template(A)
@@ -290,14 +274,30 @@ def test_a_target_without_a_template_is_refused_with_the_remedy():
         Template(make_tokenizer(), target="some/target")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{{ 1 // 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ f() }}", "{{ messages[9].content }}"],
+)
+def test_a_template_that_fails_drops_the_row(text):
+    rows, reasons = encode(make_template(text), [user("a"), answer("b")])
+    assert rows == []
+    assert reasons[0].startswith("the chat template refuses the messages: ")
+
+
+def test_an_argument_that_the_template_does_not_read_is_said():
+    assert make_template(A, enable_thinking=False).unread_kwargs() == []
+    assert make_template(A, enable_thinkng=False, opening="x").unread_kwargs() == ["enable_thinkng", "opening"]
+
+
 def test_a_broken_template_is_an_error_of_the_template_not_of_the_rows():
     with pytest.raises(InputError, match="chat template line 1"):
         encode(make_template("{% for %}"), [user("a"), answer("b")])
 
 
 def test_reserved_template_arguments_are_refused():
-    with pytest.raises(InputError, match=r"encode\.template_kwargs\.tokenize"):
-        make_template(A, tokenize=True)
+    for name in ("tokenize", "messages", "continue_final_message"):
+        with pytest.raises(InputError, match=rf"encode\.template_kwargs\.{name}"):
+            make_template(A, **{name: True})
 
 
 def test_render_prompt_refuses_what_the_template_refuses():
@@ -311,13 +311,31 @@ def test_load_reads_template_and_end_of_turn_ids(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
-    assert read_end_of_turn_ids(tmp_path) == {7, 8, 9}
+    assert read_end_of_turn_ids(tmp_path) == {8, 9}
     template = Template.load(tmp_path)
-    assert template.end_of_turn_ids == {7, 8, 9, tokenizer.eos_token_id}
+    assert template.end_of_turn_ids == {8, 9, tokenizer.eos_token_id}
     assert template.render_prompt([user("a")]) == served_ids(A, [user("a")])
     (tmp_path / "c.jinja").write_text(C)
     override = Template.load(tmp_path, chat_template=tmp_path / "c.jinja")
     assert override.decode(override.render_prompt([user("a")])) == "[user]a[/]"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 8}, {"eos_token_id": 7}, {8}),
+        ({"temperature": 1.0}, {"eos_token_id": 7}, {7}),
+        (None, {"text_config": {"eos_token_id": [5, 6]}}, {5, 6}),
+        (None, {}, set()),
+    ],
+)
+def test_one_reader_of_end_of_turn_ids(generation, config, expected, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_end_of_turn_ids(tmp_path) == expected
+    assert Target(tmp_path).end_of_turn_ids == sorted(expected | {TOKENIZER.eos_token_id})
 
 
 def test_load_names_a_folder_without_a_tokenizer(tmp_path):
@@ -444,22 +462,3 @@ def test_unreadable_rows_are_named(tmp_path):
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(InputError, match=r"bad\.parquet: not a parquet file"):
         read_rows(tmp_path / "bad.parquet")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
-def test_inspection_is_printed(stream, tmp_path):
-    rows = [{"messages": [user("red \033[31m"), answer("blue")]}, {"messages": [user("only")]}]
-    template = make_template(A)
-    shown = inspect_conversations(template, write_jsonl(tmp_path / "x.jsonl", rows), max_length=64)
-    print_inspection(template, shown, stream)
-    text = stream.getvalue()
-    assert "row 1: dropped: no assistant turn" in text
-    assert "kept 1 (clipped 0), dropped 1" in text
-    # the data's own escape code is defused; ours are there on a terminal only
-    assert "red \033" not in text
-    assert ("\033[" in text) is stream.isatty()
