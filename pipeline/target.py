@@ -55,14 +55,23 @@ class Target:
     path: Path
 
     @functools.cached_property
-    def config(self) -> Any:
-        """The text part of the Hugging Face configuration."""
+    def whole_config(self) -> Any:
+        """The Hugging Face configuration."""
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self.path).get_text_config()
+            return AutoConfig.from_pretrained(self.path)
         except (ValueError, OSError, KeyError) as error:
             raise InputError(f"{self.path}/config.json: transformers cannot read it ({_first_line(error)})") from None
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """Its text part."""
+        config = self.whole_config.get_text_config()
+        epsilon = config.to_dict().get("layer_norm_epsilon")
+        if epsilon is not None and "rms_norm_eps" not in config.to_dict():
+            config.rms_norm_eps = epsilon  # as Mamba and Nemotron-H call it
+        return config
 
     @property
     def num_layers(self) -> int:
@@ -75,6 +84,19 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of each attention head.
+
+        Raises:
+            InputError: The target's layers differ in it, or have no attention.
+        """
+        try:
+            own = getattr(self.config, "head_dim", None)
+            return int(own or self.config.hidden_size // self.config.num_attention_heads)
+        except (AttributeError, RuntimeError) as error:
+            raise InputError(f"{self.path}/config.json: no one head_dim ({_first_line(error)})") from None
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -115,38 +137,74 @@ class Target:
             loaded: Tensor = file.get_tensor(name)
             return loaded
 
-    def find_tensor(self, what: str, names: tuple[str, ...]) -> Tensor:
-        """Read the first of `names` that the target has.
+    def find_name(self, what: str, names: tuple[str, ...]) -> str:
+        """The first of `names` that the target has.
 
         Raises:
             InputError: None of them is there; the message lists tensors that may be meant.
         """
         for name in names:
             if name in self.tensor_files:
-                return self.tensor(name)
+                return name
         near = [name for name in self.tensor_files if "layers." not in name][:6]
         raise InputError(f"{self.path}: no {what} under any known name; tensors outside the layers: {', '.join(near)}")
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the lm_head is the embedding; of a vision model the outer configuration says so."""
+        known = {**self.config.to_dict(), **self.whole_config.to_dict()}
+        return bool(known.get("tie_word_embeddings", False))
+
+    @functools.cached_property
+    def tensor_names(self) -> dict[str, str]:
+        """Names in the checkpoint of what a head reads of the target: `embedding`, `lm_head`, `final norm`.
+
+        Raises:
+            InputError: See `find_name`.
+        """
+        embedding = self.find_name("embedding", EMBEDDING_NAMES)
+        tied = self.is_tied and not any(name in self.tensor_files for name in HEAD_NAMES)
+        return {
+            "embedding": embedding,
+            "lm_head": embedding if tied else self.find_name("lm_head", HEAD_NAMES),
+            "final norm": self.find_name("final norm", NORM_NAMES),
+        }
+
     @functools.cached_property
     def embedding_VD(self) -> Tensor:
-        return self.find_tensor("embedding", EMBEDDING_NAMES)
+        return self.tensor(self.tensor_names["embedding"])
 
     @functools.cached_property
     def lm_head_VD(self) -> Tensor:
-        tied = self.config.tie_word_embeddings and not any(name in self.tensor_files for name in HEAD_NAMES)
-        return self.embedding_VD if tied else self.find_tensor("lm_head", HEAD_NAMES)
+        names = self.tensor_names
+        return self.embedding_VD if names["lm_head"] == names["embedding"] else self.tensor(names["lm_head"])
+
+    @property
+    def norm_offset(self) -> float:
+        """The target's norms multiply by weight + offset."""
+        return 1.0 if self.config.model_type in ZERO_CENTRED_NORMS else 0.0
 
     @functools.cached_property
     def final_norm_D(self) -> Tensor:
         """What the final norm multiplies by."""
-        weight_D = self.find_tensor("final norm", NORM_NAMES)
-        return 1 + weight_D.float() if self.config.model_type in ZERO_CENTRED_NORMS else weight_D
+        weight_D = self.tensor(self.tensor_names["final norm"])
+        return weight_D.float() + self.norm_offset if self.norm_offset else weight_D
 
     def last_layer(self) -> dict[str, Tensor]:
         """Tensors of the last decoder layer, named as inside that layer."""
+        return {inside: self.tensor(name) for inside, name in self._last_layer_names().items()}
+
+    def last_layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the same, without reading them."""
+        shapes = {}
+        for inside, name in self._last_layer_names().items():
+            with safe_open(self.tensor_files[name], "pt") as file:
+                shapes[inside] = tuple(file.get_slice(name).get_shape())
+        return shapes
+
+    def _last_layer_names(self) -> dict[str, str]:
         marker = f"layers.{self.num_layers - 1}."
-        names = [name for name in self.tensor_files if marker in name]
-        return {name.split(marker, 1)[1]: self.tensor(name) for name in names}
+        return {name.split(marker, 1)[1]: name for name in self.tensor_files if marker in name}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -166,9 +224,12 @@ class Target:
 
     def load(self, dtype: torch.dtype, device: torch.device | str) -> Any:
         """Load the frozen target for inference."""
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation="sdpa")
+        # a vision model runs as its language model as long as it is given no image
+        is_text = type(self.whole_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        loader = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        model: Any = loader.from_pretrained(self.path, dtype=dtype)
         return model.to(device).eval().requires_grad_(False)
 
     def resolve_aux_layers(self, asked: list[int] | None) -> list[int]:
@@ -180,10 +241,12 @@ class Target:
         count = self.num_layers
         ids = [2, count // 2, count - 3] if asked is None else asked
         if len(set(ids)) != len(ids) or sorted(ids) != ids or any(not 0 <= one <= count for one in ids):
-            origin = "the default for this depth" if asked is None else "capture.aux_layers"
+            origin = f"the default of a target of {count} layers" if asked is None else "as given"
+            instead = sorted({min(1, count), count // 2, max(count - 1, 0)})
             raise InputError(
-                f"capture.aux_layers={ids} ({origin}): give distinct ascending ids from 0 to {count}; "
-                f"id i is the state entering layer i, {count} the one before the final norm"
+                f"capture.aux_layers={ids} ({origin}): give distinct ascending ids from 0 to {count}, such as "
+                f"capture.aux_layers={instead}; id i is the state entering layer i, {count} the one before the "
+                f"final norm"
             )
         return ids
 

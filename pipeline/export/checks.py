@@ -173,8 +173,7 @@ def rope_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Fa
     except GateError as error:
         yield rope_failure(error.field, f"target: {error.reason}")
         return
-    target_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
-    expected = rope.inverse_frequencies(of_target, target_dim)
+    expected = rope.inverse_frequencies(of_target, rope.rotary_size(target))
     trained = provenance_of(config).get("inv_freq")
     scaling = rope.attention_scaling(of_target)
     for field in ("rope_parameters", "rope_theta"):

@@ -92,8 +92,7 @@ def export_head(
         GateError: vLLM cannot compute the target's rotary embedding for a head.
         InputError: A tensor or a config key is missing.
     """
-    raw = read_json(target.path / "config.json")
-    config = _config(raw, head_state, options, dtype)
+    config = _config(target, head_state, options, dtype)
     reduced = config["draft_vocab_size"] != config["vocab_size"]
     if reduced and d2t is None:
         raise InputError(f"d2t: missing, though lm_head has {config['draft_vocab_size']} rows")
@@ -153,11 +152,11 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _config(raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptions, dtype: str) -> dict[str, Any]:
+def _config(target: Target, state: Mapping[str, Tensor], options: HeadOptions, dtype: str) -> dict[str, Any]:
+    raw = read_json(target.path / "config.json")
     text = text_config(raw)
-    ids = list(options.aux_layer_ids)
+    ids, head_dim = list(options.aux_layer_ids), target.head_dim
     try:
-        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         config = {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -168,7 +167,7 @@ def _config(raw: dict[str, Any], state: Mapping[str, Tensor], options: HeadOptio
             "num_key_value_heads": state["midlayer.self_attn.k_proj.weight"].shape[0] // head_dim,
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": text["rms_norm_eps"],
+            "rms_norm_eps": target.config.rms_norm_eps,
             "max_position_embeddings": text["max_position_embeddings"],
             "vocab_size": text["vocab_size"],
             "draft_vocab_size": state["lm_head.weight"].shape[0],

@@ -49,7 +49,6 @@ FIXED = {
 OF_TARGET = {
     "vocab_size": "vocab_size",
     "target_hidden_size": "hidden_size",
-    "rms_norm_eps": "rms_norm_eps",
 }
 
 
@@ -57,7 +56,7 @@ def eagle3_failures(export: Export) -> list[Failure]:
     """All faults of the folder."""
     config, tensors = export.config, export.tensors
     failures = [
-        *_config_failures(config, export.target_config),
+        *_config_failures(config, export.target_config, export.target.config.rms_norm_eps),
         *_layer_failures(config, export.target_config),
         *speculative_failures(config, export.folder, "eagle3", "fc would not be used"),
         *provenance_failures(config, tensors, export.target),
@@ -72,13 +71,15 @@ def eagle3_failures(export: Export) -> list[Failure]:
     return failures
 
 
-def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Failure]:
+def _config_failures(config: dict[str, Any], target: dict[str, Any], eps: float) -> Iterator[Failure]:
     yield from null_failures(config)
     yield from fixed_failures(config, FIXED)
     yield from size_failures(config, SIZES)
     for name, theirs in OF_TARGET.items():
         if config.get(name) != target.get(theirs):
             yield export_failure(name, f"is {config.get(name)!r}, the target's {theirs} is {target.get(theirs)!r}")
+    if config.get("rms_norm_eps") != eps:
+        yield export_failure("rms_norm_eps", f"is {config.get('rms_norm_eps')!r}, the target's is {eps!r}")
     yield from flag_failures(config, NORMS)
     yield from dtype_failures(config)
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")

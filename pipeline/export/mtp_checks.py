@@ -49,8 +49,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 FIXED = {"architectures": [MIMO], "model_type": "qwen2", "num_nextn_predict_layers": 1, "use_sliding_window": False}
-PARTIAL_ROTARY = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
-"""Share of rotated channels that transformers assumes where a config says nothing."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,7 @@ def _rope_failures(config: dict[str, Any], export: Export, layout: str) -> Itera
     except GateError as error:
         yield rope_failure(error.field, f"target: {error.reason}")
         return
-    if (share := PARTIAL_ROTARY.get(target["model_type"])) is not None:
-        parameters.setdefault("partial_rotary_factor", share)
-    head_dim = target.get("qk_rope_head_dim") or target.get("head_dim")
-    head_dim = head_dim or target["hidden_size"] // target["num_attention_heads"]
-    expected = torch.tensor(rope.inverse_frequencies(parameters, head_dim))
+    expected = torch.tensor(rope.inverse_frequencies(parameters, rope.rotary_size(target)))
     trained = torch.tensor(provenance_of(config).get("inv_freq") or [])
     if trained.shape != expected.shape or not torch.allclose(trained, expected, rtol=2e-5, atol=0):
         yield rope_failure(

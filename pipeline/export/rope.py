@@ -15,6 +15,11 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+PARTIAL_ROTARY = {
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm4v_moe_text", "nemotron", "phi", "persimmon"), 0.5),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "stablelm"), 0.25),
+}
+"""Share of rotated channels that transformers assumes for a `model_type` whose config says nothing."""
 NOT_FOR_A_HEAD = ("type", "mrope_section", "mrope_interleaved")
 LLAMA_THETA = 10_000.0
 
@@ -59,8 +64,9 @@ def flat_rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     flat = {name: value for name, value in flat.items() if name not in NOT_FOR_A_HEAD and value is not None}
     flat["rope_type"] = kind
     flat["rope_theta"] = float(flat.get("rope_theta") or config.get("rope_theta") or _default_theta(config))
-    if config.get("partial_rotary_factor") is not None:
-        flat.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    share = config.get("partial_rotary_factor", PARTIAL_ROTARY.get(str(config.get("model_type"))))
+    if share is not None:
+        flat.setdefault("partial_rotary_factor", share)
     for name in NEEDED.get(kind, ()):
         if name == "original_max_position_embeddings" and name not in flat:
             flat[name] = config.get(name) or config["max_position_embeddings"]
@@ -77,6 +83,12 @@ def both_schemas(rope: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in rope:
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return keys
+
+
+def rotary_size(config: dict[str, Any]) -> int:
+    """Channels of each head that a rotary embedding may turn; in latent attention they lie beside plain ones."""
+    own = config.get("qk_rope_head_dim") or config.get("head_dim")
+    return int(own or config["hidden_size"] // config["num_attention_heads"])
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> list[float]:

@@ -1,14 +1,13 @@
-"""Building blocks that heads share: norm, rotary positions, gated MLP, and attention over packed documents.
+"""Building blocks that heads share: norm, rotary positions, gated MLP, attention layer and its decoding step.
 
-Shapes: T packed tokens of a micro batch, R the rows (slots) that are computed, H heads, G key-value heads, P head dim,
-S training-time-test step.
+Shapes: R rows that are computed, H heads, G key-value heads, P head dim.
 """
 
-from collections.abc import Sequence
+import copy
 from typing import Any
 
 import torch
-from drafthead.data.errors import InputError
+from drafthead.pipeline.export.rope import flat_rope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -50,20 +49,20 @@ class GatedMLP(nn.Module):
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies [P / 2] and the attention factor that a target's configuration asks for.
 
+    Of parameters that are nested by layer type, those of full attention: a served head has no other.
+
     Raises:
-        InputError: A rope type that this version of transformers does not know, or one that depends on the
-            sequence length, which a served draft head cannot follow.
+        GateError: A rope type that a served draft head cannot follow, or a number that it needs is missing.
     """
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
+    parameters = flat_rope(getattr(config, "rope_parameters", None) or {}, config.to_dict())
+    if parameters["rope_type"] == "default":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = int(size * parameters.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-        return 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponent, 1.0
-    if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
-        raise InputError(f"rope_parameters.rope_type={kind!r}: a draft head supports default, linear, llama3 and yarn")
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return 1.0 / parameters["rope_theta"] ** exponent, 1.0
+    flattened = copy.copy(config)
+    flattened.rope_parameters = parameters
+    inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](flattened, torch.device("cpu"))
     return inverse, float(factor)
 
 
@@ -117,71 +116,6 @@ class Attention(nn.Module):
         """Projection [R, D] of the heads' outputs; `x_RI` is what the queries were made from."""
         projected: Tensor = self.o_proj(mixed_RX)
         return projected
-
-
-def unroll_attention(
-    query_RHP: Tensor,
-    base: tuple[Tensor, Tensor],
-    own: Sequence[tuple[Tensor, Tensor]],
-    documents: Sequence[tuple[int, int]],
-    row_T: Tensor,
-) -> Tensor:
-    """Attention of one step of the training-time test, without a T x T x S mask.
-
-    The query of slot t sees the step-0 keys of its own document up to slot t, and of each later step only its own
-    column: exactly the keys that a served draft holds in its cache at that step. Documents are separate matrix
-    products, so nothing can leak between them.
-
-    Args:
-        query_RHP: Queries of the slots `row_T`, in ascending order.
-        base: Step-0 keys and values [T, G, P] of all slots; values may have another size than keys.
-        own: Keys and values [R, G, P] of the steps after 0, each for the same rows as the queries.
-        documents: (start, length) of each document in the pack.
-        row_T: Slot index of each query [R], ascending.
-
-    Returns:
-        [R, H * P].
-    """
-    if query_RHP.device.type == "cpu":
-        # small bf16 products of ever new shapes cost more to compile than to compute
-        with torch.autocast("cpu", enabled=False):
-            wide = [(keys.float(), values.float()) for keys, values in (base, *own)]
-            mixed = _unroll_attention(query_RHP.float(), wide[0], wide[1:], documents, row_T)
-        return mixed.to(query_RHP.dtype)
-    return _unroll_attention(query_RHP, base, own, documents, row_T)
-
-
-def _unroll_attention(
-    query_RHP: Tensor,
-    base: tuple[Tensor, Tensor],
-    own: Sequence[tuple[Tensor, Tensor]],
-    documents: Sequence[tuple[int, int]],
-    row_T: Tensor,
-) -> Tensor:
-    heads, size = query_RHP.shape[1:]
-    groups = base[0].shape[1]
-    grouped = query_RHP.unflatten(1, (groups, heads // groups)) * size**-0.5
-    own_scores = [torch.einsum("rgnp,rgp->rgn", grouped, keys) for keys, _ in own]
-    edges = torch.searchsorted(row_T, torch.tensor([start for start, _ in documents], device=row_T.device))
-    bounds = [*edges.tolist(), row_T.shape[0]]
-    outputs = []
-    for (start, length), first, last in zip(documents, bounds, bounds[1:], strict=False):
-        if first == last:
-            continue
-        keys, values = (tensor[start : start + length] for tensor in base)
-        scores = torch.einsum("rgnp,tgp->gnrt", grouped[first:last], keys)
-        position = row_T[first:last] - start
-        future = torch.arange(length, device=row_T.device) > position[:, None]
-        scores = scores.masked_fill(future, float("-inf"))
-        columns = [score[first:last].permute(1, 2, 0)[..., None] for score in own_scores]
-        weights = torch.cat([scores, *columns], -1).softmax(-1, dtype=torch.float32).to(values.dtype)
-        output = torch.einsum("gnrt,tgp->rgnp", weights[..., :length], values)
-        for step, (_, own_values) in enumerate(own):
-            column = weights[..., length + step].permute(2, 0, 1)[..., None]
-            output = output + column * own_values[first:last, :, None]
-        outputs.append(output)
-    # no rows at all still pass through every module: ZeRO-3 gathers weights on all ranks at the same call
-    return torch.cat(outputs or [grouped[:0, ..., :1].expand(-1, -1, -1, base[1].shape[-1])]).flatten(1)
 
 
 def cached_attention(query_BQHP: Tensor, keys_BLGP: Tensor, values_BLGP: Tensor, visible_BQL: Tensor) -> Tensor:

@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
+from drafthead.pipeline.export.rope import (
+    attention_scaling,
+    inverse_frequencies,
+    rope_of,
+    rotary_size,
+    text_config,
+)
 from drafthead.pipeline.heads.base import FrozenTarget, Head
-from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
+from drafthead.pipeline.heads.blocks import rope_frequencies
+from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options, check_last_layer
 from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions, check_lm_heads
 from drafthead.pipeline.heads.mtp import MTP, MTPOptions, check_vocab
 from drafthead.pipeline.heads.mtp_layouts import resolve_layout
@@ -35,19 +44,68 @@ def build_frozen_target(target: Target, vocab: DraftVocab) -> FrozenTarget:
     )
 
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps")
+ATTENTION_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+"""Keys of a target's configuration that a head with an attention layer takes over."""
+
+
 def check_target(config: HeadConfig, draft_vocab: int, target: Target) -> None:
     """Refuse, before any work, a target that such a head cannot be made or served for.
 
     Raises:
-        InputError: See `check_lm_heads`, `check_adapters`, `resolve_layout` and `check_vocab`.
+        InputError: A tensor or key is missing; see also `check_lm_heads`, `check_adapters`, `resolve_layout`,
+            `check_vocab` and `check_last_layer`.
+        GateError: See `check_rope`.
     """
+    check_sizes(config, target)
+    assert target.tensor_names  # found, or the error that lists candidates
     if isinstance(config, MedusaConfig):
         check_lm_heads(config, draft_vocab, target.vocab_size)
         if config.lora is not None:
             check_adapters(config.lora, target)
+        return
     if isinstance(config, MTPConfig):
         resolve_layout(config.layout, target)
         check_vocab(draft_vocab, target.vocab_size)
+    elif config.init_from_target:
+        check_last_layer(target)
+    check_rope(target)
+
+
+def check_sizes(config: HeadConfig, target: Target) -> None:
+    """Refuse a target whose configuration lacks a number that the head is built from.
+
+    Raises:
+        InputError: Naming it.
+    """
+    known = target.config.to_dict()
+    wanted = SIZES if isinstance(config, MedusaConfig) else (*SIZES, *ATTENTION_SIZES)
+    for name in wanted:
+        if known.get(name, getattr(target.config, name, None)) is None:
+            kind = target.config.model_type
+            raise InputError(f"{target.path}/config.json: no {name}: a {kind} target has no {config.type} head here")
+
+
+def check_rope(target: Target) -> None:
+    """Hold what a head would be trained with against what its exported configuration will say (`RopeGate`).
+
+    Raises:
+        GateError: vLLM would compute another rotary embedding than training.
+    """
+    assert target.head_dim
+    trained, factor = rope_frequencies(target.config)
+    text = text_config(read_json(target.path / "config.json"))
+    said = rope_of(text)
+    exported = torch.tensor(inverse_frequencies(said, rotary_size(text)))
+    same = exported.shape == trained.shape and torch.allclose(exported, trained, rtol=2e-5, atol=0)
+    if not same or abs(attention_scaling(said) - factor) > 1e-6:
+        raise GateError(
+            "RopeGate",
+            "rope_parameters",
+            f"{target.path}/config.json says {len(exported)} inverse frequencies down to {float(exported[-1]):.6g}, "
+            f"transformers reads {len(trained)} down to {float(trained[-1]):.6g}; state rope_type, rope_theta and "
+            f"partial_rotary_factor in it",
+        )
 
 
 def build_head(config: HeadConfig, target: Target, frozen: FrozenTarget, num_aux: int, seed: int) -> Head:

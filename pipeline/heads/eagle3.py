@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from drafthead.data.errors import InputError
 from drafthead.pipeline.heads.base import DraftLMHead, FrozenTarget
 from drafthead.pipeline.heads.blocks import Attention, GatedMLP, RMSNorm
 from drafthead.pipeline.heads.recursive import RecursiveHead
@@ -82,7 +83,12 @@ class Eagle3(RecursiveHead):
         )
         head = cls(target.config, options)
         if config.init_from_target:
-            initialise_from_target(head, target.last_layer(), target.final_norm_D, frozen.lm_head_UD)
+            # the head's own norms multiply by their weights as they are
+            last = {
+                name: tensor + target.norm_offset if name.endswith("layernorm.weight") else tensor
+                for name, tensor in target.last_layer().items()
+            }
+            initialise_from_target(head, last, target.final_norm_D, frozen.lm_head_UD)
         return head
 
     @property
@@ -120,6 +126,29 @@ class Eagle3(RecursiveHead):
 EMBEDDING_SHARE = 0.5
 
 
+def check_last_layer(target: Target) -> None:
+    """Refuse a target whose last layer has no Llama attention, from which a head's could begin.
+
+    Other parts (a mixture of experts, biases) may differ; the head's own begin at random then.
+
+    Raises:
+        InputError: Naming the tensor and the setting that does without it.
+    """
+    config, shapes = target.config, target.last_layer_shapes()
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    wanted = {
+        f"self_attn.{part}_proj.weight": (count * target.head_dim, target.hidden_size) for part, count in heads.items()
+    }
+    wanted["input_layernorm.weight"] = (target.hidden_size,)
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            found = "no such tensor" if name not in shapes else f"{list(shapes[name])} instead of {list(shape)}"
+            raise InputError(
+                f"head.init_from_target=true: {name} of the target's last layer: {found}; its attention is of another "
+                f"kind, so set head.init_from_target=false"
+            )
+
+
 def initialise_from_target(head: Eagle3, last_layer: dict[str, Tensor], norm_D: Tensor, lm_head_UD: Tensor) -> None:
     """Start from the target's last layer, final norm and lm_head rows; fc passes the last aux state through.
 
@@ -137,7 +166,7 @@ def initialise_from_target(head: Eagle3, last_layer: dict[str, Tensor], norm_D: 
             elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 parameter[:, :size].copy_(last_layer[name]).mul_(EMBEDDING_SHARE)
                 parameter[:, size:].copy_(last_layer[name])
-            elif name in last_layer:
+            elif name in last_layer and last_layer[name].shape == parameter.shape:
                 parameter.copy_(last_layer[name])
         head.norm.weight.copy_(norm_D)
         head.lm_head.weight.copy_(lm_head_UD)

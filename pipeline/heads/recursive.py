@@ -13,8 +13,9 @@ from drafthead.eval.protocols import TargetPass
 from drafthead.eval.tree_search import TreeShape
 from drafthead.kernels.verify_tree.structure import tree_visibility
 from drafthead.pipeline.heads.base import FrozenTarget, Head, HeadBatch, HeadOutput, Objective
-from drafthead.pipeline.heads.blocks import Attention, cached_attention, unroll_attention
+from drafthead.pipeline.heads.blocks import Attention, cached_attention
 from drafthead.pipeline.heads.chains import Chains, padded_rows
+from drafthead.pipeline.heads.unroll_attention import unroll_attention
 from torch import Tensor
 
 

@@ -481,9 +481,15 @@ def test_a_dropped_scaling_is_refused(tmp_path: Path, tiny_target: Path, kind: s
     assert fields(preflight(folder, target)) == {"rope_theta"}
 
 
+FACTORS = {"short_factor": [1.0] * (P // 2), "long_factor": [2.0] * (P // 2)}
+"""Which transformers asks of longrope."""
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "sideways"])
 def test_an_unknown_rope_type_is_refused_at_export(tmp_path: Path, tiny_target: Path, kind: str) -> None:
-    target = rope_target(tmp_path / "target", tiny_target, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    target = rope_target(
+        tmp_path / "target", tiny_target, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **FACTORS}
+    )
     with pytest.raises(GateError, match=f"RopeGate.*{kind}"):
         make_export(tmp_path / "export", target, inv_freq=[1.0])
     assert not (tmp_path / "export").exists()

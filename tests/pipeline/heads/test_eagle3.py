@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from drafthead.kernels.linear_soft_ce.reference import row_losses
+from drafthead.pipeline.heads import recursive
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
 from drafthead.pipeline.heads.eagle3 import EMBEDDING_SHARE, Eagle3, Eagle3Options, initialise_from_target
 from drafthead.pipeline.heads.recursive import DraftCache, decode_step
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 
+from tests.pipeline.heads.conftest import WAYS
 from tests.pipeline.heads.documents import Document, pack
 
 V, U, D, A, K = 24, 12, 32, 3, 4
@@ -413,7 +415,7 @@ def test_documents_shorter_than_a_chain_have_no_slot() -> None:
 
 
 @SOME_NORMS
-def test_a_document_does_not_see_the_one_before_it(norms: dict[str, bool]) -> None:
+def test_a_document_does_not_see_the_one_before_it(norms: dict[str, bool], attention_way: str) -> None:
     """A37: other tokens and states there leave every number here unchanged, bit for bit."""
     head, frozen = make_head(norms), make_frozen()
     document = make_document(head, frozen, 12, 3, seed=10)
@@ -426,6 +428,22 @@ def test_a_document_does_not_see_the_one_before_it(norms: dict[str, bool]) -> No
     assert torch.equal(first.output.loss_K, second.output.loss_K)
     assert torch.equal(first.output.survived_TK, second.output.survived_TK)
     assert all(torch.equal(out, second.outs[key]) for key, out in first.outs.items())
+
+
+def test_all_ways_of_attention_agree_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A38: the logits of every slot and step; fp32 sums in another order differ in the last bits."""
+    head, frozen = make_head(), make_frozen()
+    batch = pack(*(make_document(head, frozen, length, 2, seed=length) for length in (9, 17, 5)))
+    found = []
+    for way in WAYS.values():
+        monkeypatch.setattr(recursive, "unroll_attention", way)
+        found.append(unroll(head, frozen, batch))
+    for other in found[1:]:
+        assert torch.equal(other.output.survived_TK, found[0].output.survived_TK)
+        assert other.outs.keys() == found[0].outs.keys()
+        for key, out in found[0].outs.items():
+            torch.testing.assert_close(other.outs[key], out, rtol=1e-4, atol=1e-5)
+    assert {step for _, step in found[0].outs} == set(range(K))
 
 
 def test_a_document_does_not_see_the_one_after_it_nor_a_supervised_one() -> None:

@@ -258,6 +258,20 @@ def test_packing_does_not_leak() -> None:
     assert sum(float(one.loss.detach()) for one in singles) == pytest.approx(float(together.loss.detach()), rel=1e-5)
 
 
+def test_a_document_does_not_see_the_one_before_it() -> None:
+    """A37: other tokens and states there leave loss, flags and gradients here unchanged, bit for bit."""
+    head, frozen = make_head(), make_frozen()
+    document = make_document(head, frozen, 12, 3, seed=10)
+    batches = [pack(make_document(head, frozen, 9, 9, seed=seed), document) for seed in (11, 12)]
+    first, second = (head(batch, frozen, objective()) for batch in batches)
+    assert torch.equal(first.loss, second.loss)
+    assert torch.equal(first.loss_K, second.loss_K)
+    assert torch.equal(first.survived_TK, second.survived_TK)
+    one, two = (slot_gradients(head, frozen, batch, K) for batch in batches)
+    assert torch.equal(one, two)
+    assert one[9:].any()
+
+
 def test_only_surviving_with_no_survivor_stops_after_the_first_step() -> None:
     head, frozen = make_head(), make_frozen()
     document = make_document(head, frozen, 20, 3, seed=21)
