@@ -37,11 +37,15 @@ class EngineConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    """Tokens of one step; longer prompts are run in pieces. 4,096, or a whole prompt, unless given."""
     kv_cache_gib: int = 2
     """Key-value cache on a CPU; on CUDA vLLM measures its own."""
     seed: int = 0
     """Of the engine as a whole: the CPU build fails on per-request seeds."""
     speculative_config: dict[str, Any] | None = None
+    kv_transfer_config: dict[str, Any] | None = None
+    """A connector that hands out what the engine computes (`pipeline/vllm_connector.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Request:
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the connector is to do with this request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,8 @@ class Result:
     finish_reason: str
     """vLLM's: `stop` or `length`."""
     seconds: float
+    states_path: str | None = None
+    """File that the connector has written for this request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +244,13 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_model_len, 4096),
+        max_num_batched_tokens=config.max_num_batched_tokens or max(config.max_model_len, 4096),
         seed=config.seed,
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=config.speculative_config,
+        kv_transfer_config=config.kv_transfer_config,
     )
     engine = llm.llm_engine
     started: dict[str, float] = {}
@@ -260,6 +269,7 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
             top_p=request.top_p,
             max_tokens=request.max_new_tokens,
             detokenize=False,
+            extra_args=request.kv_transfer_params and {"kv_transfer_params": request.kv_transfer_params},
         )
         started[request.key] = time.perf_counter()
         engine.add_request(request.key, {"prompt_token_ids": request.prompt_ids}, params)
@@ -267,11 +277,13 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read_stdin, args=(inbox,), daemon=True).start()
     send({"ready": True})
+    unwritten: list[Result] = []
     while True:
-        if not engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests() and not unwritten:
             handle(inbox.get())
         while not inbox.empty():
             handle(inbox.get())
+        finished = unwritten
         for output in engine.step():
             if output.finished:
                 assert isinstance(output, RequestOutput)
@@ -281,7 +293,13 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
                     token_ids=list(completion.token_ids),
                     finish_reason=completion.finish_reason or "length",
                     seconds=time.perf_counter() - started.pop(output.request_id),
+                    states_path=(output.kv_transfer_params or {}).get("states_path"),
                 )
+                finished.append(result)
+        # a connector writes in the step after the one in which a request ends
+        unwritten = [one for one in finished if one.states_path and not os.path.exists(one.states_path)]
+        for result in finished:
+            if result not in unwritten:
                 send({"result": asdict(result)})
 
 
