@@ -99,8 +99,8 @@ def _without_nulls(value: Any) -> Any:
 def mix(per_source: list[tuple[list[Conversation], int | None, float | None]], total: int | None, seed: int) -> Mixture:
     """Shuffle sources together: (conversations, limit, share of the total) each.
 
-    A source with a share gives that part of `total`, or all it has; those without divide what is left.
-    Of equal conversations only the first stays, and no two keep the same id.
+    A source with a share gives that part of `total`, or all it has (`shortfalls` says which); those without divide
+    what is left. Of equal conversations only the first stays, and no two keep the same id.
 
     Raises:
         InputError: Shares without a total, or shares above 1 in all.
@@ -115,7 +115,7 @@ def mix(per_source: list[tuple[list[Conversation], int | None, float | None]], t
     for pool in pools:
         generator.shuffle(pool)
     limited = [pool[:limit] for pool, (_, limit, _) in zip(pools, per_source, strict=True)]
-    requested = [None if share is None else round(share * (total or 0)) for _, _, share in per_source]
+    requested = share_out([share for _, _, share in per_source], total or 0)
     picked = _pick(limited, requested, total, generator)
     conversations = [conversation for part in picked for conversation in part]
     generator.shuffle(conversations)
@@ -125,6 +125,30 @@ def mix(per_source: list[tuple[list[Conversation], int | None, float | None]], t
         taken=[len(part) for part in picked],
         duplicates=duplicates,
     )
+
+
+def share_out(shares: list[float | None], total: int) -> list[int | None]:
+    """Each share of `total` as a whole number; together they are the rounded sum of the shares, never more than it.
+
+    Rounded down, and what is missing given to the largest remainders.
+    """
+    exact = [0.0 if share is None else share * total for share in shares]
+    numbers = [int(part + 1e-9) for part in exact]
+    missing = round(sum(exact)) - sum(numbers)
+    by_remainder = sorted(range(len(exact)), key=lambda place: numbers[place] - exact[place])
+    for place in by_remainder[:missing]:
+        numbers[place] += 1
+    return [None if share is None else number for share, number in zip(shares, numbers, strict=True)]
+
+
+def shortfalls(names: list[str], mixture: Mixture) -> list[str]:
+    """A line for each source that gave fewer conversations than its share asks for."""
+    return [
+        f"{name} gave {taken:,} of the {wanted:,} conversations that its share asks for: the mixture differs from what "
+        f"was asked; lower prompts.limit or that share, or raise the source's own limit"
+        for name, wanted, taken in zip(names, mixture.requested, mixture.taken, strict=True)
+        if wanted is not None and taken < wanted
+    ]
 
 
 def _distinct_pools(
@@ -176,7 +200,8 @@ def split_heldout(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """Split into (train, heldout); conversations with the same first user text stay on one side.
 
-    Both sides get at least one where there are two different first texts.
+    Both sides get at least one where there are two different first texts, and `heldout` no more than its share unless
+    every text's conversations are more.
 
     Raises:
         InputError: `share` is not between 0 and 1.
@@ -185,20 +210,28 @@ def split_heldout(
         raise InputError(f"prompts.heldout={share:g}: the held-out share lies between 0 and 1")
     groups: dict[str, list[int]] = defaultdict(list)
     for place, conversation in enumerate(conversations):
-        groups[digest([seed, _first_user_text(conversation)])].append(place)
-    wanted = max(1, round(share * len(conversations)))
-    heldout: set[int] = set()
-    # the last group stays in training, however large the share
-    for key in sorted(groups)[:-1]:
-        if len(heldout) >= wanted:
-            break
-        heldout.update(groups[key])
+        groups[digest([seed, first_user_text(conversation)])].append(place)
+    heldout = _choose_groups([groups[key] for key in sorted(groups)], max(1, round(share * len(conversations))))
     return (
         [one for place, one in enumerate(conversations) if place not in heldout],
         [one for place, one in enumerate(conversations) if place in heldout],
     )
 
 
-def _first_user_text(conversation: Conversation) -> str:
+def _choose_groups(groups: list[list[int]], wanted: int) -> set[int]:
+    """Members of groups that add up to `wanted` or less, of the smallest if none fits; never of all groups."""
+    fitting: list[list[int]] = []
+    room = wanted
+    for group in groups:
+        if len(group) <= room and len(fitting) < len(groups) - 1:
+            fitting.append(group)
+            room -= len(group)
+    if not fitting and len(groups) > 1:
+        fitting = [min(groups, key=len)]
+    return {place for group in fitting for place in group}
+
+
+def first_user_text(conversation: Conversation) -> str:
+    """What the conversation begins with, without case and extra spaces; "" where no user speaks."""
     texts = (message["content"] for message in conversation.messages if message["role"] == "user")
-    return str(next(texts, ""))
+    return " ".join(str(next(texts, "")).lower().split())

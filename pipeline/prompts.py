@@ -7,6 +7,7 @@ up to the empty user turn, and the target samples what a user would say there.
 """
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from drafthead.data.conversations import Conversation, content_id
 from drafthead.data.errors import InputError
 from drafthead.data.files import append_jsonl, read_partial_jsonl, write_json, write_jsonl
-from drafthead.data.sources import mix, read_source, split_heldout
+from drafthead.data.sources import first_user_text, mix, read_source, shortfalls, split_heldout
 from drafthead.data.template import Template
 from drafthead.eval.engine import Request
 from drafthead.pipeline.progress import progress
@@ -34,23 +35,29 @@ def collect_prompts(run: Run) -> dict[str, Any]:
     """Write `train.jsonl` and `heldout.jsonl`."""
     settings = run.recipe.prompts
     dropped: Counter[str] = Counter()
-    pools = [
-        (_read(run, source, settings, dropped, heldout=False), source.limit, source.share)
-        for source in settings.sources
-    ]
-    mixture = mix(pools, settings.limit, run.recipe.run.seed)
-    train = mixture.conversations
-    if isinstance(settings.heldout, float):
-        train, heldout = split_heldout(train, settings.heldout, run.recipe.run.seed)
-    else:
+    heldout: list[Conversation] = []
+    if not isinstance(settings.heldout, float):
         heldout_pools = [
             (_read(run, source, settings, dropped, heldout=True), source.limit, source.share)
             for source in settings.heldout
         ]
-        heldout = mix(heldout_pools, None, run.recipe.run.seed).conversations
-    heldout = spread(heldout, settings.heldout_limit)
-    train, repeated = without_heldout(train, heldout)
-    dropped.update({"also held out": repeated} if repeated else {})
+        heldout = spread(mix(heldout_pools, None, run.recipe.run.seed).conversations, settings.heldout_limit)
+    pools = []
+    for source in settings.sources:
+        read = _read(run, source, settings, dropped, heldout=False)
+        kept, repeated = without_heldout(read, heldout)  # before the mixing, so that shares are met
+        dropped.update({"also held out": repeated} if repeated else {})
+        pools.append((kept, source.limit, source.share))
+    mixture = mix(pools, settings.limit, run.recipe.run.seed)
+    names = [source.source for source in settings.sources]
+    warnings = shortfalls(names, mixture)
+    for warning in warnings:
+        print(f"WARNING: prompts: {warning}", file=sys.stderr)
+    train = mixture.conversations
+    if isinstance(settings.heldout, float):
+        train, heldout = split_heldout(train, settings.heldout, run.recipe.run.seed)
+        split_off, heldout = len(heldout), spread(heldout, settings.heldout_limit)
+        dropped.update({"beyond prompts.heldout_limit": split_off - len(heldout)} if split_off > len(heldout) else {})
     if not train or not heldout:
         raise InputError(f"prompts: {len(train)} training and {len(heldout)} held-out prompts; both are needed")
     folder = run.folder("prompts")
@@ -60,7 +67,9 @@ def collect_prompts(run: Run) -> dict[str, Any]:
         "train": len(train),
         "heldout": len(heldout),
         "domains": dict(Counter(one.domain for one in train)),
-        "sources": {source.source: taken for source, taken in zip(settings.sources, mixture.taken, strict=True)},
+        "sources": _added(names, mixture.taken),
+        "requested": _added(names, [number or 0 for number in mixture.requested]),
+        "warnings": warnings,
         "duplicates": mixture.duplicates,
         "dropped": dict(dropped),
     }
@@ -80,8 +89,8 @@ def file_hashes(run: Run) -> dict[str, str]:
 
 def without_heldout(train: list[Conversation], heldout: list[Conversation]) -> tuple[list[Conversation], int]:
     """Remove training prompts whose first user text is held out; returns the rest and how many went."""
-    taken = {_first_text(one) for one in heldout}
-    kept = [one for one in train if _first_text(one) not in taken]
+    taken = {first_user_text(one) for one in heldout}
+    kept = [one for one in train if first_user_text(one) not in taken]
     return kept, len(train) - len(kept)
 
 
@@ -105,9 +114,13 @@ def _read(
     else:
         conversations, left_out = read_source(source.source, heldout=heldout, split=source.split)
         dropped.update(one.reason for one in left_out)
-    kept = [one for one in conversations if _num_chars(one) <= settings.max_prompt_chars]
-    if len(kept) < len(conversations):
-        dropped["longer than prompts.max_prompt_chars"] += len(conversations) - len(kept)
+    spoken = [one for one in conversations if any(message["role"] == "user" for message in one.messages)]
+    kept = [one for one in spoken if _num_chars(one) <= settings.max_prompt_chars]
+    left = {
+        "no user message": len(conversations) - len(spoken),
+        "longer than prompts.max_prompt_chars": len(spoken) - len(kept),
+    }
+    dropped.update({reason: count for reason, count in left.items() if count})
     return kept
 
 
@@ -207,9 +220,12 @@ def _num_chars(one: Conversation) -> int:
     return sum(len(message["content"]) for message in one.messages)
 
 
-def _first_text(one: Conversation) -> str:
-    texts = (message["content"] for message in one.messages if message["role"] == "user")
-    return " ".join(next(texts, "").lower().split())
+def _added(names: list[str], numbers: list[int]) -> dict[str, int]:
+    """Numbers by name; a name that comes twice has the sum."""
+    found: Counter[str] = Counter()
+    for name, number in zip(names, numbers, strict=True):
+        found[name] += number
+    return dict(found)
 
 
 def _hash(path: Path) -> str:

@@ -23,7 +23,9 @@ def _respond_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _prompts_settings(recipe: Recipe) -> dict[str, Any]:
-    uses_self = any(source.source == "self" for source in recipe.prompts.sources)
+    heldout = recipe.prompts.heldout
+    sources = [*recipe.prompts.sources, *([] if isinstance(heldout, float) else heldout)]
+    uses_self = any(source.source == "self" for source in sources)
     writer: dict[str, Any] = {}
     if uses_self:
         writer = {

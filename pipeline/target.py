@@ -215,8 +215,17 @@ class Target:
             "tokenizer.json",
             "tokenizer_config.json",
             "chat_template.jinja",
+            # of older layouts
+            "chat_template.json",
+            "tokenizer.model",
+            "vocab.json",
+            "merges.txt",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "tekken.json",
         )
         files = [self.path / name for name in names if (self.path / name).is_file()]
+        files += sorted(self.path.glob("additional_chat_templates/*.jinja"))
         files += sorted({*self.tensor_files.values()})
         return hash_files(files)
 

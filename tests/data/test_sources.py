@@ -8,7 +8,7 @@ import pytest
 from drafthead.data import sources
 from drafthead.data.conversations import Conversation
 from drafthead.data.errors import InputError
-from drafthead.data.sources import mix, read_source, split_heldout
+from drafthead.data.sources import mix, read_source, share_out, shortfalls, split_heldout
 
 
 def make(source, count, prefix=""):
@@ -124,6 +124,24 @@ def test_shares_of_the_total_are_met():
 def test_a_short_source_gives_what_it_has_and_is_reported():
     mixture = mix([(make("a", 10), None, 0.5), (make("b", 500), None, 0.5)], 100, seed=0)
     assert (mixture.requested, mixture.taken) == ([50, 50], [10, 50])
+    (line,) = shortfalls(["a.jsonl", "b.jsonl"], mixture)
+    assert line.startswith("a.jsonl gave 10 of the 50 ")
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 10, 99, 1000])
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [1 / 3] * 3, [0.7, 0.3], [0.1] * 10, [0.25, None, 0.25], [0.29, 0.71]])
+def test_shares_are_whole_numbers_that_add_up(shares, total):
+    numbers = share_out(shares, total)
+    given = [number for number in numbers if number is not None]
+    assert sum(given) == round(total * sum(share or 0 for share in shares))
+    for share, number in zip(shares, numbers, strict=True):
+        assert (share is None) is (number is None)
+        assert share is None or abs(number - share * total) < 1
+
+
+def test_the_mixture_never_exceeds_its_total():
+    mixture = mix([(make("a", 9), None, 0.5), (make("b", 9), None, 0.5), (make("c", 9), None, None)], 3, seed=0)
+    assert len(mixture.conversations) == 3
 
 
 def test_sources_without_a_share_divide_the_rest():
@@ -170,7 +188,7 @@ def test_impossible_shares_are_refused():
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.02, 0.2, 1 / 3, 0.5, 0.9999])
-@pytest.mark.parametrize("count", [2, 3, 97, 501])
+@pytest.mark.parametrize("count", [2, 3, 97, 501, 12501])
 def test_the_split_is_disjoint_and_complete(share, count):
     conversations = make("a", count)
     train, heldout = split_heldout(conversations, share, seed=0)
@@ -186,6 +204,30 @@ def test_equal_first_texts_stay_on_one_side():
     texts = [{one.messages[0]["content"] for one in side} for side in (train, heldout)]
     assert not texts[0] & texts[1]
     assert len(heldout) == 30
+
+
+def test_a_text_that_many_begin_with_does_not_carry_the_data_away():
+    greeting = [
+        Conversation(id=f"g{i}", source="g", domain="all", messages=[{"role": "user", "content": "Hi "}], tools=None)
+        for i in range(300)
+    ]
+    for seed in range(20):
+        train, heldout = split_heldout([*greeting, *make("a", 30)], 0.02, seed)
+        assert 1 <= len(heldout) <= 7
+        assert len(train) + len(heldout) == 330
+    assert len(split_heldout([*greeting, *make("a", 1)], 0.9, seed=0)[1]) == 1
+
+
+def test_texts_that_differ_in_case_and_spaces_stay_on_one_side():
+    conversations = make("a", 30) + [
+        Conversation(
+            id=f"u{i}", source="u", domain="all", messages=[{"role": "user", "content": f" A  {i}"}], tools=None
+        )
+        for i in range(30)
+    ]
+    train, heldout = split_heldout(conversations, 0.5, seed=0)
+    texts = [{" ".join(one.messages[0]["content"].lower().split()) for one in side} for side in (train, heldout)]
+    assert not texts[0] & texts[1]
 
 
 def test_the_split_depends_on_content_and_seed_not_on_order():

@@ -1,6 +1,7 @@
 """Prompts: what goes into training, what is held out, and what the target writes itself."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -71,6 +72,40 @@ def test_shares_are_parts_of_the_limit(make_run: MakeRun, tmp_path: Path) -> Non
     assert report["sources"] == {str(a): 3, str(b): 9}
 
 
+def test_shares_are_met_after_what_is_held_out_is_gone(make_run: MakeRun, tmp_path: Path) -> None:
+    a, b = questions(tmp_path, "a", 20), questions(tmp_path, "b", 20)
+    held = jsonl(tmp_path / "h.jsonl", [{"prompt": f"a question number {i}?"} for i in range(10)])
+    settings = {
+        "sources": [{"source": str(a), "share": 0.5}, {"source": str(b), "share": 0.5}],
+        "limit": 20,
+        "heldout": [{"source": str(held)}],
+    }
+    train, _, report = collected(make_run("r", f"prompts={json.dumps(settings)}"))
+    assert report["sources"] == report["requested"] == {str(a): 10, str(b): 10}
+    assert Counter(row["source"] for row in train) == report["sources"]
+    assert (report["warnings"], report["dropped"]) == ([], {"also held out": 10})
+
+
+def test_a_source_that_falls_short_of_its_share_is_said(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = questions(tmp_path, "a", 2), questions(tmp_path, "b", 20)
+    sources = [{"source": str(a), "share": 0.5}, {"source": str(b), "share": 0.5}]
+    settings = {"sources": sources, "limit": 20, "heldout": 0.1}
+    _, _, report = collected(make_run("r", f"prompts={json.dumps(settings)}"))
+    assert (report["sources"], report["requested"]) == ({str(a): 2, str(b): 10}, {str(a): 10, str(b): 10})
+    (warning,) = report["warnings"]
+    assert warning.startswith(f"{a} gave 2 of the 10 ")
+    assert f"WARNING: prompts: {warning}" in capsys.readouterr().err
+
+
+def test_a_conversation_without_a_user_is_counted(make_run: MakeRun, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "assistant", "content": "hello"}]}, {"prompt": "a b"}, {"prompt": "c d"}]
+    source = {"source": str(jsonl(tmp_path / "rows.jsonl", rows))}
+    train, held, report = collected(make_run("r", f"prompts={json.dumps({'sources': [source], 'heldout': 0.5})}"))
+    assert (len(train), len(held), report["dropped"]) == (1, 1, {"no user message": 1})
+
+
 def test_a_held_out_prompt_is_never_trained_on(make_run: MakeRun, tmp_path: Path) -> None:
     train_file = jsonl(
         tmp_path / "train.jsonl",
@@ -136,8 +171,9 @@ def test_long_and_unusable_rows_are_counted(make_run: MakeRun, tmp_path: Path) -
 def test_spread_takes_the_domains_in_turn(make_run: MakeRun, tmp_path: Path) -> None:
     both = [questions(tmp_path, name, 6, domain=name) for name in ("a", "b")]
     settings = {"sources": [{"source": str(path)} for path in both], "heldout": 0.9, "heldout_limit": 4}
-    _, held, _ = collected(make_run("r", f"prompts={json.dumps(settings)}"))
+    train, held, report = collected(make_run("r", f"prompts={json.dumps(settings)}"))
     assert Counter(row["domain"] for row in held) == {"a": 2, "b": 2}
+    assert len(train) + len(held) + report["dropped"]["beyond prompts.heldout_limit"] == 12
     assert spread([], 3) == []
 
 
@@ -161,6 +197,49 @@ def test_a_changed_held_out_file_is_another_stage_output(make_run: MakeRun, tmp_
     before = make_run("r", settings).key("prompts")
     questions(tmp_path, "h", 6)
     assert make_run("r", settings).key("prompts") != before
+
+
+def encode_key(make_run: MakeRun, target: Path, *overrides: str) -> str:
+    key: str = make_run("r", f"target={target}", "respond.engine='off'", *overrides).key("encode")
+    return key
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "encode.max_length=77",
+        "encode.turns=last",
+        "encode.template_kwargs={enable_thinking: false}",
+        "encode.template_kwargs={enable_thinking: null}",
+    ],
+)
+def test_other_encode_settings_are_another_output(override: str, make_run: MakeRun, tiny_target: Path) -> None:
+    before = encode_key(make_run, tiny_target)
+    assert encode_key(make_run, tiny_target) == before
+    assert encode_key(make_run, tiny_target, override) != before
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "additional_chat_templates/tool_use.jinja",
+    ],
+)
+def test_other_files_of_template_and_tokenizer_are_another_output(
+    file: str, make_run: MakeRun, tiny_target: Path, tmp_path: Path
+) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    before = encode_key(make_run, target)
+    path = target / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "{}") + " ")
+    assert encode_key(make_run, target) != before
 
 
 # ---- prompts that the target writes

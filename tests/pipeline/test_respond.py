@@ -65,8 +65,10 @@ def answers(run: Run) -> dict[tuple[str, int], dict[str, Any]]:
 class ScriptedEngine:
     """Answers with ids that only this engine would write; dies after `lives` answers."""
 
-    def __init__(self, lives: int = 1000):
+    def __init__(self, lives: int = 1000, finish_reason: str = "stop", ends: bool = True):
         self.lives = lives
+        self.finish_reason = finish_reason
+        self.ends = ends
         self.asked: list[list[int]] = []
         self.waiting: list[Request] = []
 
@@ -90,7 +92,9 @@ class ScriptedEngine:
             self.lives -= 1
             request = self.waiting.pop(0)
             self.asked.append(request.prompt_ids)
-            yield Result(key=request.key, token_ids=answer_ids(request.prompt_ids), finish_reason="stop", seconds=0.0)
+            ids = answer_ids(request.prompt_ids)
+            ids = ids if self.ends else ids[:-1]
+            yield Result(key=request.key, token_ids=ids, finish_reason=self.finish_reason, seconds=0.0)
 
 
 def answer_ids(prompt_ids: list[int]) -> list[int]:
@@ -222,6 +226,26 @@ def test_vllm_that_is_not_installed_names_the_way_out(
     monkeypatch.setattr("drafthead.eval.engine.is_available", lambda: False)
     with pytest.raises(InputError, match=r"respond\.engine=transformers"), open_engine(run, seed=0):
         pass
+
+
+@pytest.mark.parametrize("word", ["stop", "tool_calls", "length"])
+def test_a_cut_answer_is_known_by_its_ids_whatever_it_is_called(
+    word: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, run, ScriptedEngine(finish_reason=word, ends=False))
+    assert respond(run)["finish_reasons"] == {"length": len(TURNS)}
+
+
+def test_last_turns_alone_of_what_the_engine_wrote(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a temperature that no other test has, for the cache is shared
+    run = prepared(make_run, tmp_path, "encode.turns=last", "respond.temperature=0.3")
+    monkeypatch.setattr(responding, "open_engine", ScriptedEngine().open)
+    for name in ("respond", "encode"):
+        run.run_stage(name)
+    rows = read_rows(run.folder("encode") / "train.parquet")
+    assert {(row.id, row.turn) for row in rows} == {("one", 0), ("two", 2), ("given", 1), ("tool", 0)}
 
 
 # ---- the data's own answers
