@@ -14,7 +14,7 @@ import torch
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
 from drafthead.pipeline.export import rope
-from drafthead.pipeline.export.folder import DTYPES, check_path, state_digest
+from drafthead.pipeline.export.folder import DTYPES, check_path, map_digest, state_digest
 from drafthead.pipeline.target import Target
 from safetensors import safe_open
 from torch import Tensor
@@ -23,6 +23,15 @@ Failure = dict[str, str]
 MAPS = ("d2t", "t2d")
 """Between draft and target ids: integers, whose shape follows from the draft vocabulary."""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
+SERVING_CHOICES = (
+    "num_speculative_tokens_per_batch_size",
+    "draft_tensor_parallel_size",
+    "rejection_sample_method",
+    "draft_sample_method",
+)
+"""Keys of a speculative config that whoever serves may add: they change speed, or how drafts are judged."""
+ANY_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", *QUANTISATION)
+"""Keys of a config.json that do nothing to a head, or have a check of their own."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,14 @@ def dtype_failures(config: dict[str, Any]) -> Iterator[Failure]:
         yield export_failure("dtype", message)
 
 
-def speculative_failures(config: dict[str, Any], export: Path, method: str, why: str) -> Iterator[Failure]:
-    """`speculative_config.json`: the method, the folder's own absolute path, the draft tokens it was exported for."""
+def speculative_failures(
+    config: dict[str, Any], export: Path, method: str, why: str, *, has_model: bool = True
+) -> Iterator[Failure]:
+    """`speculative_config.json`: the method, the folder's own absolute path, the draft tokens it was exported for.
+
+    Args:
+        has_model: Whether the head is a folder of its own; an MTP layer is read from the served model.
+    """
     path = export / "speculative_config.json"
     if not path.is_file():
         message = "missing: no server can be started from this folder alone"
@@ -95,17 +110,41 @@ def speculative_failures(config: dict[str, Any], export: Path, method: str, why:
     if not isinstance(values, dict):
         yield export_failure("speculative_config.json", "must be an object")
         return
+    for name in sorted(values.keys() - {"method", "model", "num_speculative_tokens"}):
+        if name not in SERVING_CHOICES or values[name] is None:
+            message = f"is {values[name]!r}, must be left out: the head was not exported with it"
+            yield export_failure(f"speculative_config.{name}", message)
     if values.get("method") != method:
         yield export_failure("speculative_config.method", f"is {values.get('method')!r}, must be {method!r}: {why}")
-    model, k = values.get("model"), values.get("num_speculative_tokens")
+    if has_model:
+        yield from _model_failures(values.get("model"), export)
+    elif "model" in values:
+        message = f"is {values['model']!r}, must be left out: the layer is read from the served folder itself"
+        yield export_failure("speculative_config.model", message)
+    k, trained = values.get("num_speculative_tokens"), provenance_of(config).get("num_speculative_tokens")
+    if not is_size(k) or k != trained:
+        message = f"is {k!r}, the head was exported for {trained!r} draft tokens"
+        yield export_failure("speculative_config.num_speculative_tokens", message)
+
+
+def _model_failures(model: Any, export: Path) -> Iterator[Failure]:
     if not isinstance(model, str) or not Path(model).is_absolute():
         yield export_failure("speculative_config.model", f"is {model!r}, must be the absolute path of this folder")
     elif Path(model).resolve() != export.resolve():
         yield export_failure("speculative_config.model", f"is {model}, this folder is {export.resolve()}")
-    trained = provenance_of(config).get("num_speculative_tokens")
-    if not is_size(k) or k != trained:
-        message = f"is {k!r}, the head was exported for {trained!r} draft tokens"
-        yield export_failure("speculative_config.num_speculative_tokens", message)
+
+
+def key_failures(config: dict[str, Any], known: Collection[str]) -> Iterator[Failure]:
+    """Keys that no writer of ours writes: vLLM may read some of them, and compute something else then."""
+    for name in sorted(config.keys() - set(known) - set(ANY_CONFIG)):
+        yield export_failure(name, "must be left out: the head was not exported with it, and vLLM may read it")
+
+
+def file_failures(folder: Path) -> Iterator[Failure]:
+    """vLLM reads every *.safetensors file of a folder without an index."""
+    for path in sorted(folder.glob("*.safetensors*")):
+        if path.name != "model.safetensors":
+            yield export_failure(path.name, "must be left out: vLLM would read tensors from it as well, or instead")
 
 
 def path_failures(export: Path) -> Iterator[Failure]:
@@ -126,6 +165,15 @@ def provenance_failures(config: dict[str, Any], tensors: Mapping[str, Tensor], t
     if ours.get("target_fingerprint") != target.fingerprint:
         message = f"{target.path} is not the target that the head was trained for, or its files changed since"
         yield export_failure("drafthead.target_fingerprint", message)
+
+
+def digest_failures(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Failure]:
+    """The tensors are those that training ended with, whatever else they might be by name and shape."""
+    ours, dtype = provenance_of(config), DTYPES.get(str(config.get("dtype")))
+    if dtype is not None and state_digest(tensors, dtype) != ours.get("trained_digest"):
+        yield export_failure("drafthead.trained_digest", "the tensors are not those that training ended with")
+    if map_digest(tensors) != ours.get("map_digest"):
+        yield export_failure("drafthead.map_digest", "the draft tokens are not those that the head was trained for")
 
 
 def shape_failures(
@@ -156,6 +204,9 @@ def value_failures(
             yield export_failure(name, "holds NaN or infinity")
         elif not tensor.any():
             yield export_failure(name, "is zero throughout")
+
+
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 # ---- RopeGate --------------------------------------------------------------------------------------------
@@ -194,6 +245,11 @@ def rope_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Fa
                 yield rope_failure(field, f"gives {_brief(computed)}, {source} {_brief(steps)}")
         if abs(rope.attention_scaling(read) - scaling) > 1e-6:
             yield rope_failure(field, f"scales by {rope.attention_scaling(read)}, the target by {scaling}")
+    # a reader may see what ours overlooks: a second type, a section for images, numbers as text
+    wanted = rope.both_schemas(of_target)
+    for field in ROPE_KEYS:
+        if config.get(field) and config.get(field) != wanted.get(field):
+            yield rope_failure(field, f"is {config[field]!r}, must be {wanted.get(field, 'left out')!r}")
 
 
 def _close(computed: list[float], other: Any) -> bool:

@@ -103,7 +103,7 @@ def export_head(
         if t2d is not None:
             tensors["t2d"] = t2d.to(torch.bool).contiguous()
     config["drafthead"] = {
-        **provenance(target, k, trained_length, initial_digests[dtype]),
+        **provenance(target, k, trained_length, initial_digests[dtype], tensors, dtype),
         "layer_convention": LAYER_CONVENTION,
         "head": {**options.norms(), "aux_layer_ids": list(options.aux_layer_ids)},
         "inv_freq": inv_freq,

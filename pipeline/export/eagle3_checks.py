@@ -5,14 +5,18 @@ from typing import Any
 
 import torch
 from drafthead.pipeline.export.checks import (
+    ROPE_KEYS,
     Export,
     Failure,
     bits,
+    digest_failures,
     dtype_failures,
     export_failure,
+    file_failures,
     fixed_failures,
     flag_failures,
     is_size,
+    key_failures,
     null_failures,
     provenance_failures,
     provenance_of,
@@ -46,6 +50,22 @@ FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+KNOWN = {
+    *SIZES,
+    *FIXED,
+    *NORMS,
+    *ROPE_KEYS,
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "rms_norm_eps",
+    "attention_dropout",
+    "initializer_range",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "drafthead",
+}
+"""Keys of config.json that are written."""
 OF_TARGET = {
     "vocab_size": "vocab_size",
     "target_hidden_size": "hidden_size",
@@ -60,21 +80,24 @@ def eagle3_failures(export: Export) -> list[Failure]:
         *_layer_failures(config, export.target_config),
         *speculative_failures(config, export.folder, "eagle3", "fc would not be used"),
         *provenance_failures(config, tensors, export.target),
+        *file_failures(export.folder),
         *_option_failures(config),
         *rope_failures(config, export.target_config),
     ]
+    of_tensors: list[Failure] = []
     if all(is_size(config.get(name)) for name in SIZES):
-        failures += shape_failures(expected_shapes(config), tensors)
-        failures += _map_failures(config, tensors)
-    failures += value_failures(config, tensors)
-    failures += _embedding_failures(tensors, export.target.embedding_VD)
-    return failures
+        of_tensors += shape_failures(expected_shapes(config), tensors)
+        of_tensors += _map_failures(config, tensors)
+    of_tensors += value_failures(config, tensors)
+    of_tensors += _embedding_failures(tensors, export.target.embedding_VD)
+    return failures + (of_tensors or list(digest_failures(config, tensors)))
 
 
 def _config_failures(config: dict[str, Any], target: dict[str, Any], eps: float) -> Iterator[Failure]:
     yield from null_failures(config)
     yield from fixed_failures(config, FIXED)
     yield from size_failures(config, SIZES)
+    yield from key_failures(config, KNOWN)
     for name, theirs in OF_TARGET.items():
         if config.get(name) != target.get(theirs):
             yield export_failure(name, f"is {config.get(name)!r}, the target's {theirs} is {target.get(theirs)!r}")

@@ -47,7 +47,9 @@ class TrainedHead:
     """`bfloat16`, `float16` or `float32`, of every tensor of the head and of its config."""
 
 
-def provenance(target: Target, k: int, trained_length: int, initial_digest: str) -> dict[str, Any]:
+def provenance(
+    target: Target, k: int, trained_length: int, initial_digest: str, tensors: Mapping[str, Tensor], dtype: str
+) -> dict[str, Any]:
     """The part of an exported config.json that says where the head comes from, for `preflight`."""
     return {
         "version": importlib.metadata.version("drafthead"),
@@ -55,6 +57,8 @@ def provenance(target: Target, k: int, trained_length: int, initial_digest: str)
         "num_speculative_tokens": k,
         "trained_length": trained_length,
         "initial_digest": initial_digest,
+        "trained_digest": state_digest(tensors, DTYPES[dtype]),
+        "map_digest": map_digest(tensors),
     }
 
 
@@ -110,6 +114,12 @@ def state_digest(state: Mapping[str, Tensor], dtype: torch.dtype) -> str:
         total.update(f"{name} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.view(torch.uint8).numpy().data)
     return total.hexdigest()[:16]
+
+
+def map_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash which target tokens the head drafts; empty for the whole vocabulary."""
+    ids = next((tensors[name] for name in ("d2t", "token_map") if name in tensors), None)
+    return "" if ids is None else hashlib.sha256(ids.to(torch.int64).numpy().tobytes()).hexdigest()[:16]
 
 
 def is_linked(path: Path) -> bool:

@@ -59,7 +59,12 @@ def write_medusa(folder: Path, head: TrainedHead) -> None:
         **({"quantization_config": NOTHING_QUANTISED} if truncated else {}),
         "drafthead": {
             **provenance(
-                target, head.k, head.description["trained_length"], head.description["initial_digests"][head.dtype]
+                target,
+                head.k,
+                head.description["trained_length"],
+                head.description["initial_digests"][head.dtype],
+                tensors,
+                head.dtype,
             ),
             "head": dict(options),
             "lm_head_of_target": is_lm_head_of_target(tensors, target.lm_head_VD[ids_U]),

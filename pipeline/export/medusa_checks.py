@@ -7,11 +7,14 @@ import torch
 from drafthead.pipeline.export.checks import (
     Export,
     Failure,
+    digest_failures,
     dtype_failures,
     export_failure,
+    file_failures,
     fixed_failures,
     flag_failures,
     is_size,
+    key_failures,
     null_failures,
     path_failures,
     provenance_failures,
@@ -54,20 +57,23 @@ def medusa_failures(export: Export) -> list[Failure]:
         *speculative_failures(config, export.folder, "medusa", "vLLM would guess"),
         *_option_failures(config),
         *provenance_failures(config, tensors, export.target),
+        *file_failures(export.folder),
     ]
+    of_tensors: list[Failure] = []
     if all(is_size(config.get(name)) for name in SIZES) and all(type(config.get(name)) is bool for name in FLAGS):
         failures += _draft_failures(config)
-        failures += shape_failures(expected_shapes(config), tensors, MAPS)
-        failures += _map_failures(config, tensors)
-        failures += _lm_head_failures(config, tensors, export.target.lm_head_VD)
-    failures += value_failures(config, tensors, MAPS)
-    return failures
+        of_tensors += shape_failures(expected_shapes(config), tensors, MAPS)
+        of_tensors += _map_failures(config, tensors)
+        of_tensors += _lm_head_failures(config, tensors, export.target.lm_head_VD)
+    of_tensors += value_failures(config, tensors, MAPS)
+    return failures + (of_tensors or list(digest_failures(config, tensors)))
 
 
 def _config_failures(config: dict[str, Any], target: dict[str, Any]) -> Iterator[Failure]:
     yield from null_failures(config)
     yield from fixed_failures(config, FIXED)
     yield from size_failures(config, SIZES)
+    yield from key_failures(config, {*SIZES, *FLAGS, *FIXED, *FORBIDDEN, "dtype", "torch_dtype", "drafthead"})
     yield from flag_failures(config, FLAGS)
     for name, why in OF_TARGET.items():
         if config.get(name) != target.get(name):

@@ -22,7 +22,6 @@ from drafthead.pipeline.export.folder import (
     check_path,
     provenance,
     replace_folder,
-    state_digest,
 )
 from drafthead.pipeline.export.rope import both_schemas, rope_of, text_config
 from drafthead.pipeline.heads.mtp_layouts import LAYOUTS
@@ -78,13 +77,17 @@ def write_mtp(folder: Path, head: TrainedHead) -> None:
     config = stitched_config(target, options["layout"])
     config["drafthead"] = {
         **provenance(
-            target, head.k, head.description["trained_length"], head.description["initial_digests"][head.dtype]
+            target,
+            head.k,
+            head.description["trained_length"],
+            head.description["initial_digests"][head.dtype],
+            trained,
+            head.dtype,
         ),
         "type": "mtp",
         "head": dict(options),
         "head_dtype": head.dtype,
         "inv_freq": head.description["inv_freq"],
-        "trained_digest": state_digest(trained, dtype),
     }
 
     def write(temporary: Path) -> None:

@@ -20,6 +20,7 @@ from drafthead.pipeline.export.checks import (
     Export,
     Failure,
     bits,
+    digest_failures,
     export_failure,
     fixed_failures,
     null_failures,
@@ -29,9 +30,10 @@ from drafthead.pipeline.export.checks import (
     rope_failure,
     rope_failures,
     shape_failures,
+    speculative_failures,
     value_failures,
 )
-from drafthead.pipeline.export.folder import DTYPES, state_digest
+from drafthead.pipeline.export.folder import DTYPES
 from drafthead.pipeline.export.mtp import (
     INDEX,
     LEFT_OUT,
@@ -90,7 +92,7 @@ def mtp_failures(export: Export) -> list[Failure]:
         *path_failures(export.folder),
         *_config_failures(config, target, options.layout),
         *_rope_failures(config, export, options.layout),
-        *_speculative_failures(config, export.folder),
+        *speculative_failures(config, export.folder, "mtp", "vLLM would guess", has_model=False),
         *_index_failures(stitched),
     ]
     trained = _expected_shapes(target, options)
@@ -147,26 +149,6 @@ def _rope_failures(config: dict[str, Any], export: Export, layout: str) -> Itera
         )
 
 
-def _speculative_failures(config: dict[str, Any], export: Path) -> Iterator[Failure]:
-    path = export / "speculative_config.json"
-    if not path.is_file():
-        yield export_failure("speculative_config.json", "missing: no server can be started from this folder alone")
-        return
-    values = read_json(path)
-    if not isinstance(values, dict):
-        yield export_failure("speculative_config.json", "must be an object")
-        return
-    if values.get("method") != "mtp":
-        yield export_failure("speculative_config.method", f"is {values.get('method')!r}, must be 'mtp'")
-    if "model" in values:
-        message = f"is {values['model']!r}, must be left out: the layer is read from the served folder itself"
-        yield export_failure("speculative_config.model", message)
-    k, trained = values.get("num_speculative_tokens"), provenance_of(config).get("num_speculative_tokens")
-    if type(k) is not int or k < 1 or k != trained:
-        message = f"is {k!r}, the head was exported for {trained!r} draft tokens"
-        yield export_failure("speculative_config.num_speculative_tokens", message)
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------
 
 
@@ -202,10 +184,10 @@ def _trained_failures(
             "drafthead.head_dtype", f"is {ours.get('head_dtype')!r}, must be one of {', '.join(DTYPES)}"
         )
         return
-    if state_digest(tensors, dtype) != ours.get("trained_digest"):
-        yield export_failure("drafthead.trained_digest", "the MTP tensors are not those that training ended with")
+    own = {"drafthead": ours, "dtype": ours["head_dtype"]}
+    yield from digest_failures(own, tensors)
     state = {**layout.from_checkpoint(tensors, target.num_layers), "lm_head.weight": target.lm_head_VD}
-    yield from provenance_failures({"drafthead": ours, "dtype": ours["head_dtype"]}, state, target)
+    yield from provenance_failures(own, state, target)
 
 
 def _target_failures(stitched: Stitched, target: Target, replaced: Any) -> Iterator[Failure]:

@@ -23,7 +23,7 @@ from drafthead.data.files import read_json
 from drafthead.pipeline.export.rope import attention_scaling, inverse_frequencies, rope_of, text_config
 from drafthead.pipeline.heads.base import FrozenTarget, Head
 from drafthead.pipeline.heads.mtp_layouts import FAMILIES, LAYOUTS, MIMO, resolve_layout
-from drafthead.pipeline.recipe import DEFAULT_DRAFT_VOCAB, Recipe
+from drafthead.pipeline.recipe import DEFAULT_DRAFT_VOCAB, MTPConfig, Recipe
 from drafthead.pipeline.target import Target, hash_files
 from torch import Tensor
 
@@ -255,6 +255,11 @@ def check_warm_start(recipe: Recipe, target: Target) -> None:
     if recipe.train.init_from is None:
         return
     checkpoint, published = Checkpoint.open(recipe.train.init_from), PUBLISHED[recipe.head.type]
+    if isinstance(recipe.head, MTPConfig) and recipe.head.start == "native":
+        raise InputError(
+            f"head.start=native and train.init_from={checkpoint.folder}: a layer begins as one of them; "
+            f"set head.start=fresh, or train.init_from=null"
+        )
     kind = checkpoint.speculators_type
     if kind is not None and kind not in published.speculators_types:
         raise _refusal(checkpoint, f"speculators_model_type is {kind!r} there, head.type={recipe.head.type} here")
@@ -334,9 +339,7 @@ def _check_rope(checkpoint: Checkpoint, target: Target) -> None:
     except GateError as error:
         raise _refusal(checkpoint, f"{error.field}: {error.reason}") from None
     here = rope_of(text_config(read_json(target.path / "config.json")))
-    config = target.config
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    ours, theirs = (torch.tensor(inverse_frequencies(rope, head_dim)) for rope in (here, there))
+    ours, theirs = (torch.tensor(inverse_frequencies(rope, target.head_dim)) for rope in (here, there))
     same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=2e-5, atol=0)
     if not same or abs(attention_scaling(here) - attention_scaling(there)) > 1e-6:
         raise _refusal(

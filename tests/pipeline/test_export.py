@@ -14,18 +14,32 @@ from drafthead.pipeline.export import rope
 from drafthead.pipeline.export.card import model_card
 from drafthead.pipeline.export.eagle3 import HeadOptions, expected_shapes, export_head
 from drafthead.pipeline.export.folder import initial_digests, serve_command
-from drafthead.pipeline.export.preflight import PreflightReport, preflight
+from drafthead.pipeline.export.preflight import preflight
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.pipeline import export_faults
+from tests.pipeline.export_faults import (
+    SPECULATIVE,
+    SPECULATIVE_FAULTS,
+    Config,
+    Tensors,
+    change_config,
+    change_tensors,
+    drop,
+    fields,
+    poke,
+    put,
+    redraw,
+    swap,
+)
+
 V, U, D, P = 512, 128, 64, 32
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 OPTIONS = HeadOptions(aux_layer_ids=(1, 2, 4))
-Config = dict[str, Any]
-Tensors = dict[str, Tensor]
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:
@@ -114,10 +128,6 @@ def make_export(
 @pytest.fixture
 def export(tmp_path: Path, tiny_target: Path) -> Path:
     return make_export(tmp_path / "run" / "export", tiny_target)
-
-
-def fields(report: PreflightReport) -> set[str]:
-    return {failure["field"] for failure in report.failures}
 
 
 # ---- a good export ---------------------------------------------------------------------------------------
@@ -210,20 +220,9 @@ def test_a_reduced_head_without_its_map_is_refused(tmp_path: Path, tiny_target: 
 # ---- one fault each --------------------------------------------------------------------------------------
 
 
-def change_config(folder: Path, change: Callable[[Config], Any], file: str = "config.json") -> None:
-    config = json.loads((folder / file).read_text())
-    change(config)
-    (folder / file).write_text(json.dumps(config))
-
-
-def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
+    **export_faults.CONFIG_FAULTS,
     "no aux ids": (lambda c: c.pop(IDS), IDS),
     "aux ids out of range": (lambda c: c.update({IDS: [1, 2, 5]}), IDS),
     "aux ids negative": (lambda c: c.update({IDS: [-1, 2, 4]}), IDS),
@@ -242,18 +241,15 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "aux count": (lambda c: c.update(num_aux_hidden_states=2), "num_aux_hidden_states"),
     "layer count of the target": (lambda c: c.update(num_hidden_layers=4), "num_hidden_layers"),
     "dtype against tensors": (lambda c: c.update(dtype="float32", torch_dtype="float32"), "fc.weight"),
-    "dtype against torch_dtype": (lambda c: c.update(torch_dtype="float32"), "dtype"),
     "null": (lambda c: c.update(pad_token_id=None), "pad_token_id"),
     "nested null": (lambda c: c["rope_parameters"].update(factor=None), "rope_parameters.factor"),
     "2048 positions": (lambda c: c.update(max_position_embeddings=2048), "max_position_embeddings"),
-    "quantisation block copied": (lambda c: c.update(quantization_config={"bits": 8}), "quantization_config"),
     "tied embeddings": (lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
     "another activation": (lambda c: c.update(hidden_act="gelu"), "hidden_act"),
     "head_dim": (lambda c: c.update(head_dim=16), "midlayer.self_attn.q_proj.weight"),
     "head count": (lambda c: c.update(num_attention_heads=4), "midlayer.self_attn.q_proj.weight"),
     "key-value heads": (lambda c: c.update(num_key_value_heads=2), "midlayer.self_attn.k_proj.weight"),
     "no head_dim": (lambda c: c.pop("head_dim"), "head_dim"),
-    "vocab_size": (lambda c: c.update(vocab_size=500), "vocab_size"),
     "draft_vocab_size": (lambda c: c.update(draft_vocab_size=100), "lm_head.weight"),
     "draft_vocab_size above the target's": (lambda c: c.update(draft_vocab_size=600), "draft_vocab_size"),
     "hidden size of the target": (lambda c: c.update(target_hidden_size=96), "target_hidden_size"),
@@ -264,15 +260,27 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "norm flag flipped": (lambda c: c.update(norm_before_residual=True), "norm_before_residual"),
     "architecture": (lambda c: c.update(architectures=["LlamaForCausalLM"]), "architectures"),
     "model type": (lambda c: c.update(model_type="eagle"), "model_type"),
-    "never trained": (
-        lambda c: c["drafthead"].update(initial_digest=initial_digests(head_state())["bfloat16"]),
-        "drafthead.initial_digest",
+    "biases by another name": (put(qkv_bias=True), "qkv_bias"),
+    "layers by type": (put(layer_types=["sliding_attention"]), "layer_types"),
+    "layer ids as text": (put(**{IDS: ["1", "2", "4"]}), IDS),
+    "layer ids of another convention": (
+        lambda c: [held.update({IDS: [2, 3, 5]}) for held in (c, c["eagle_config"])],
+        IDS,
     ),
-    "no provenance": (lambda c: c.pop("drafthead"), "drafthead.initial_digest"),
-    "another target": (
-        lambda c: c["drafthead"].update(target_fingerprint="0" * 16),
-        "drafthead.target_fingerprint",
+    "no nested ids": (drop("eagle_config"), f"eagle_config.{IDS}"),
+    "a flag as number": (put(norm_before_fc=0), "norm_before_fc"),
+    "rope base as text": (put(rope_theta="1e6"), "rope_theta"),
+    "rope base zero": (lambda c: c["rope_parameters"].update(rope_theta=0), "rope_parameters"),
+    "rope nested by layer type": (
+        lambda c: c.update(rope_parameters={"full_attention": c["rope_parameters"]}),
+        "rope_parameters",
     ),
+    "rope for images": (lambda c: c["rope_parameters"].update(mrope_section=[4, 6, 6]), "rope_parameters"),
+    "rope of two types": (lambda c: c["rope_parameters"].update(type="yarn"), "rope_parameters"),
+    "rope of another width": (lambda c: c["rope_parameters"].update(rope_dim=8), "rope_parameters"),
+    "older rope scaled": (put(rope_scaling={"rope_type": "linear", "factor": 8.0}), "rope_scaling"),
+    "older partial rotation": (put(partial_rotary_factor=0.25), "partial_rotary_factor"),
+    "another way to rotate": (put(is_neox_style=False), "is_neox_style"),
     "rope base": (lambda c: c["rope_parameters"].update(rope_theta=10000.0), "rope_parameters"),
     "older rope base": (lambda c: c.update(rope_theta=10000.0), "rope_theta"),
     "no older rope schema": (lambda c: c.pop("rope_theta"), "rope_theta"),
@@ -296,15 +304,11 @@ def _zero(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors[name].zero_()
 
 
-def _poke(name: str, value: float) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
-
-
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
     "no embeddings": (lambda t: t.pop("embed_tokens.weight"), "embed_tokens.weight"),
     "random embeddings": (lambda t: t["embed_tokens.weight"].normal_(), "embed_tokens.weight"),
-    "one bit of the embeddings": (_poke("embed_tokens.weight", 0.5), "embed_tokens.weight"),
+    "one bit of the embeddings": (poke("embed_tokens.weight", 0.5), "embed_tokens.weight"),
     "no d2t": (lambda t: t.pop("d2t"), "d2t"),
     "d2t holds target ids": (lambda t: t["d2t"].add_(torch.arange(U)), "d2t"),
     "d2t not ascending": (lambda t: t["d2t"][5:6].fill_(0), "d2t"),
@@ -312,6 +316,25 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "d2t negative": (lambda t: t["d2t"][:1].fill_(-1), "d2t"),
     "d2t of int32": (lambda t: t.update(d2t=t["d2t"].int()), "d2t"),
     "t2d of another map": (lambda t: t["t2d"][1:2].fill_(True), "t2d"),
+    "random lm_head": (redraw("lm_head.weight"), "drafthead.trained_digest"),
+    "random fc": (redraw("fc.weight"), "drafthead.trained_digest"),
+    "lm_head one row off": (
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].roll(1, 0)}),
+        "drafthead.trained_digest",
+    ),
+    "gate for up": (swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"), "drafthead.trained_digest"),
+    "keys for values": (
+        swap("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"),
+        "drafthead.trained_digest",
+    ),
+    "map one token off": (
+        lambda t: t.update(d2t=t["d2t"] + 1, t2d=t["t2d"].roll(1)),
+        "drafthead.map_digest",
+    ),
+    "embeddings one row off": (
+        lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"].roll(1, 0)}),
+        "embed_tokens.weight",
+    ),
     "extra tensor": (lambda t: t.update({"midlayer.extra.weight": torch.ones(2)}), "midlayer.extra.weight"),
     "extra bias": (
         lambda t: t.update({"midlayer.self_attn.q_proj.bias": torch.ones(64)}),
@@ -327,8 +350,8 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         "fc.weight",
     ),
     "one tensor of float32": (lambda t: t.update({"norm.weight": t["norm.weight"].float()}), "norm.weight"),
-    "NaN": (_poke("fc.weight", float("nan")), "fc.weight"),
-    "infinity": (_poke("lm_head.weight", float("inf")), "lm_head.weight"),
+    "NaN": (poke("fc.weight", float("nan")), "fc.weight"),
+    "infinity": (poke("lm_head.weight", float("inf")), "lm_head.weight"),
     "all zero": (_zero("midlayer.self_attn.o_proj.weight"), "midlayer.self_attn.o_proj.weight"),
     "norm without an option": (
         lambda t: t.update({"input_norm.weight": torch.ones(3 * D, dtype=torch.bfloat16)}),
@@ -353,23 +376,23 @@ def test_a_map_of_the_full_vocabulary_is_a_fault(tmp_path: Path, tiny_target: Pa
     assert fields(preflight(folder, tiny_target)) == {"d2t"}
 
 
-SPECULATIVE_FAULTS: dict[str, tuple[Config, str]] = {
-    "method eagle": ({"method": "eagle"}, "method"),
-    "method left to guessing": ({"method": None}, "method"),
-    "k of another head": ({"num_speculative_tokens": 8}, "num_speculative_tokens"),
-    "k zero": ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
-    "k as text": ({"num_speculative_tokens": "3"}, "num_speculative_tokens"),
-    "relative path": ({"model": "run/export"}, "model"),
-    "path of another folder": ({"model": "/tmp"}, "model"),
-    "no path": ({"model": None}, "model"),
-}
-
-
 @pytest.mark.parametrize("fault", SPECULATIVE_FAULTS)
 def test_a_fault_in_the_speculative_config_is_named(export: Path, tiny_target: Path, fault: str) -> None:
-    values, field = SPECULATIVE_FAULTS[fault]
-    change_config(export, lambda config: config.update(values), "speculative_config.json")
+    change, field = SPECULATIVE_FAULTS[fault]
+    change_config(export, change, SPECULATIVE)
     assert fields(preflight(export, tiny_target)) == {f"speculative_config.{field}"}
+
+
+def test_choices_of_serving_pass(export: Path, tiny_target: Path) -> None:
+    schedule = [[1, 8, 3], [9, 64, 1]]
+    change_config(export, put(num_speculative_tokens_per_batch_size=schedule), SPECULATIVE)
+    assert preflight(export, tiny_target).ok
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", "consolidated.safetensors", "model.safetensors.index.json"])
+def test_further_weights_are_named(export: Path, tiny_target: Path, name: str) -> None:
+    save_file({"lm_head.weight": torch.randn(U, D)}, export / name)
+    assert fields(preflight(export, tiny_target)) == {name}
 
 
 def test_a_missing_speculative_config_is_a_fault(export: Path, tiny_target: Path) -> None:

@@ -13,15 +13,28 @@ from drafthead.data.errors import GateError, InputError
 from drafthead.pipeline.export.folder import TrainedHead, check_path, initial_digests, serve_command
 from drafthead.pipeline.export.layouts import check_export_path
 from drafthead.pipeline.export.medusa import OPTIONS, expected_shapes, write_medusa
-from drafthead.pipeline.export.preflight import PreflightReport, preflight
+from drafthead.pipeline.export.preflight import preflight
 from drafthead.pipeline.target import Target
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.pipeline import export_faults
+from tests.pipeline.export_faults import (
+    SPECULATIVE,
+    SPECULATIVE_FAULTS,
+    Config,
+    Tensors,
+    change_config,
+    change_tensors,
+    drop,
+    fields,
+    poke,
+    put,
+    redraw,
+    swap,
+)
+
 V, U, D = 512, 128, 64
-Config = dict[str, Any]
-Tensors = dict[str, Tensor]
 SHARED: Config = {"num_heads": 3, "num_layers": 2, "draft_vocab_size": U, "shared_lm_head": True, "bias": False}
 SEPARATE: Config = {**SHARED, "num_layers": 1, "draft_vocab_size": V, "shared_lm_head": False, "bias": True}
 LAYOUTS = {
@@ -100,10 +113,6 @@ def export(tmp_path: Path, small_target: Path) -> Path:
     return make_export(tmp_path / "run" / "export", small_target)
 
 
-def fields(report: PreflightReport) -> set[str]:
-    return {failure["field"] for failure in report.failures}
-
-
 # ---- a good export ---------------------------------------------------------------------------------------
 
 
@@ -155,77 +164,42 @@ def test_the_config_says_what_vllm_reads_and_no_more_heads_or_layers(export: Pat
 # ---- one fault each --------------------------------------------------------------------------------------
 
 
-def change_config(folder: Path, change: Callable[[Config], Any], file: str = "config.json") -> None:
-    config = json.loads((folder / file).read_text())
-    change(config)
-    (folder / file).write_text(json.dumps(config))
-
-
-def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def _set(**values: Any) -> Callable[[Config], Any]:
-    return lambda config: config.update(values)
-
-
-def _drop(name: str) -> Callable[[Config], Any]:
-    return lambda config: config.pop(name)
-
-
 CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
-    "attention heads of the target": (_set(num_attention_heads=2), "num_attention_heads"),
-    "key-value heads of the target": (_set(num_key_value_heads=1), "num_key_value_heads"),
-    "original implementation's heads": (_set(medusa_num_heads=3), "medusa_num_heads"),
-    "original implementation's layers": (_set(medusa_num_layers=2), "medusa_num_layers"),
-    "lookahead": (_set(num_lookahead_tokens=5), "num_lookahead_tokens"),
-    "n_predict": (_set(n_predict=2), "n_predict"),
-    "logit scale": (_set(logit_scale=0.5), "logit_scale"),
-    "fewer heads": (_set(num_heads=2), "blocks.2.layers.0.weight"),
-    "fewer heads than k": (_set(num_heads=2), "drafthead.num_speculative_tokens"),
-    "more heads": (_set(num_heads=4), "blocks.3.layers.0.weight"),
-    "another head count than trained": (_set(num_heads=4), "num_heads"),
-    "no head count": (_drop("num_heads"), "num_heads"),
-    "fewer layers": (_set(num_hidden_layers=1), "blocks.0.layers.1.weight"),
-    "more layers": (_set(num_hidden_layers=3), "blocks.0.layers.2.weight"),
-    "layers as text": (_set(num_hidden_layers="2"), "num_hidden_layers"),
-    "bias that is not there": (_set(medusa_fc_bias=True), "blocks.0.layers.0.bias"),
-    "no bias flag": (_drop("medusa_fc_bias"), "medusa_fc_bias"),
-    "separate lm_heads that are not there": (_set(original_lm_head=False), "lm_heads.0.weight"),
-    "truncated, yet separate": (_set(original_lm_head=False), "truncated_vocab_size"),
-    "no lm_head flag": (_drop("original_lm_head"), "original_lm_head"),
-    "truncated size": (_set(truncated_vocab_size=100), "lm_head.weight"),
-    "truncated size against the map": (_set(truncated_vocab_size=100), "token_map"),
-    "truncated size is full": (_set(truncated_vocab_size=V), "token_map"),
-    "truncated size above full": (_set(truncated_vocab_size=V + 1), "truncated_vocab_size"),
-    "no truncated size": (_drop("truncated_vocab_size"), "truncated_vocab_size"),
-    "vocab_size": (_set(vocab_size=500), "vocab_size"),
-    "hidden_size": (_set(hidden_size=32), "hidden_size"),
-    "architecture": (_set(architectures=["MedusaModel", "LlamaForCausalLM"]), "architectures"),
-    "model type": (_set(model_type="llama"), "model_type"),
-    "null": (_set(eos_token_id=None), "eos_token_id"),
-    "dtype against tensors": (_set(dtype="float32", torch_dtype="float32"), "blocks.0.layers.0.weight"),
-    "dtype against torch_dtype": (_set(torch_dtype="float32"), "dtype"),
-    "no block that lets the map in": (_drop("quantization_config"), "quantization_config"),
-    "quantisation block copied": (_set(quantization_config={"bits": 8}), "quantization_config"),
-    "never trained": (
-        lambda c: c["drafthead"].update(initial_digest=c["drafthead"]["own"]),
-        "drafthead.initial_digest",
-    ),
-    "no provenance": (_drop("drafthead"), "drafthead.initial_digest"),
-    "another target": (
-        lambda c: c["drafthead"].update(target_fingerprint="0" * 16),
-        "drafthead.target_fingerprint",
-    ),
+    **export_faults.CONFIG_FAULTS,
+    "attention heads of the target": (put(num_attention_heads=2), "num_attention_heads"),
+    "key-value heads of the target": (put(num_key_value_heads=1), "num_key_value_heads"),
+    "original implementation's heads": (put(medusa_num_heads=3), "medusa_num_heads"),
+    "original implementation's layers": (put(medusa_num_layers=2), "medusa_num_layers"),
+    "lookahead": (put(num_lookahead_tokens=5), "num_lookahead_tokens"),
+    "n_predict": (put(n_predict=2), "n_predict"),
+    "fewer heads": (put(num_heads=2), "blocks.2.layers.0.weight"),
+    "fewer heads than k": (put(num_heads=2), "drafthead.num_speculative_tokens"),
+    "more heads": (put(num_heads=4), "blocks.3.layers.0.weight"),
+    "another head count than trained": (put(num_heads=4), "num_heads"),
+    "no head count": (drop("num_heads"), "num_heads"),
+    "fewer layers": (put(num_hidden_layers=1), "blocks.0.layers.1.weight"),
+    "more layers": (put(num_hidden_layers=3), "blocks.0.layers.2.weight"),
+    "layers as text": (put(num_hidden_layers="2"), "num_hidden_layers"),
+    "bias that is not there": (put(medusa_fc_bias=True), "blocks.0.layers.0.bias"),
+    "no bias flag": (drop("medusa_fc_bias"), "medusa_fc_bias"),
+    "separate lm_heads that are not there": (put(original_lm_head=False), "lm_heads.0.weight"),
+    "truncated, yet separate": (put(original_lm_head=False), "truncated_vocab_size"),
+    "no lm_head flag": (drop("original_lm_head"), "original_lm_head"),
+    "truncated size": (put(truncated_vocab_size=100), "lm_head.weight"),
+    "truncated size against the map": (put(truncated_vocab_size=100), "token_map"),
+    "truncated size is full": (put(truncated_vocab_size=V), "token_map"),
+    "truncated size above full": (put(truncated_vocab_size=V + 1), "truncated_vocab_size"),
+    "no truncated size": (drop("truncated_vocab_size"), "truncated_vocab_size"),
+    "hidden_size": (put(hidden_size=32), "hidden_size"),
+    "architecture": (put(architectures=["MedusaModel", "LlamaForCausalLM"]), "architectures"),
+    "model type": (put(model_type="llama"), "model_type"),
+    "dtype against tensors": (put(dtype="float32", torch_dtype="float32"), "blocks.0.layers.0.weight"),
+    "no block that lets the map in": (drop("quantization_config"), "quantization_config"),
 }
 
 
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
 def test_a_fault_in_the_config_is_named(export: Path, small_target: Path, fault: str) -> None:
-    own = initial_digests(head_state(SHARED, Target(small_target)))["bfloat16"]
-    change_config(export, lambda config: config["drafthead"].update(own=own))
     change, field = CONFIG_FAULTS[fault]
     change_config(export, change)
     report = preflight(export, small_target)
@@ -234,22 +208,20 @@ def test_a_fault_in_the_config_is_named(export: Path, small_target: Path, fault:
     assert all(failure.keys() == {"gate", "field", "message"} for failure in report.failures)
 
 
-def _poke(name: str, value: float) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
-
-
 BLOCK = "blocks.1.layers.0.weight"
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no block": (lambda t: t.pop(BLOCK), BLOCK),
     "zero block": (lambda t: t[BLOCK].zero_(), BLOCK),
-    "NaN": (_poke(BLOCK, float("nan")), BLOCK),
-    "infinity": (_poke(BLOCK, float("inf")), BLOCK),
+    "NaN": (poke(BLOCK, float("nan")), BLOCK),
+    "infinity": (poke(BLOCK, float("inf")), BLOCK),
     "block of float32": (lambda t: t.update({BLOCK: t[BLOCK].float()}), BLOCK),
     "block of another shape": (lambda t: t.update({BLOCK: t[BLOCK][:-1].contiguous()}), BLOCK),
     "original implementation's name": (
         lambda t: t.update({"medusa_heads.1.0.linear.weight": t.pop(BLOCK)}),
         "medusa_heads.1.0.linear.weight",
     ),
+    "random block": (redraw(BLOCK), "drafthead.trained_digest"),
+    "one head for another": (swap(BLOCK, "blocks.2.layers.0.weight"), "drafthead.trained_digest"),
     "extra block": (lambda t: t.update({"blocks.3.layers.0.weight": t[BLOCK].clone()}), "blocks.3.layers.0.weight"),
     "extra lm_heads": (lambda t: t.update({"lm_heads.0.weight": t["lm_head.weight"].clone()}), "lm_heads.0.weight"),
     "a map of EAGLE-3": (lambda t: t.update(d2t=TRUNCATED_IDS - torch.arange(U)), "d2t"),
@@ -297,20 +269,11 @@ def test_faults_of_separate_lm_heads_are_named(tmp_path: Path, small_target: Pat
     }
 
 
-SPECULATIVE_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
-    "method": (_set(method="eagle3"), "speculative_config.method"),
-    "no method": (_drop("method"), "speculative_config.method"),
-    "relative path": (_set(model="run/export"), "speculative_config.model"),
-    "another folder": (_set(model="/elsewhere"), "speculative_config.model"),
-    "more draft tokens than heads": (_set(num_speculative_tokens=4), "speculative_config.num_speculative_tokens"),
-}
-
-
 @pytest.mark.parametrize("fault", SPECULATIVE_FAULTS)
 def test_a_fault_in_the_speculative_config_is_named(export: Path, small_target: Path, fault: str) -> None:
     change, field = SPECULATIVE_FAULTS[fault]
-    change_config(export, change, "speculative_config.json")
-    assert field in fields(preflight(export, small_target))
+    change_config(export, change, SPECULATIVE)
+    assert fields(preflight(export, small_target)) == {f"speculative_config.{field}"}
 
 
 def test_more_draft_tokens_than_heads_are_named(tmp_path: Path, small_target: Path) -> None:

@@ -23,15 +23,16 @@ from drafthead.pipeline.export.folder import (
     served_path,
 )
 from drafthead.pipeline.export.mtp import write_mtp
-from drafthead.pipeline.export.preflight import PreflightReport, preflight
+from drafthead.pipeline.export.preflight import preflight
 from drafthead.pipeline.heads.base import FrozenTarget
 from drafthead.pipeline.heads.build import build_head
 from drafthead.pipeline.recipe import MTPConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+from tests.pipeline.export_faults import SPECULATIVE, SPECULATIVE_FAULTS, Config, Tensors, change_config, fields, put
 
 V, D, N = 64, 32, 4
 COMMON: dict[str, Any] = {
@@ -46,8 +47,6 @@ COMMON: dict[str, Any] = {
     "dtype": torch.float32,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
-Config = dict[str, Any]
-Tensors = dict[str, Tensor]
 
 
 def make_config(family: str) -> PreTrainedConfig:
@@ -126,10 +125,6 @@ def target(tmp_path: Path, targets: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def export(tmp_path: Path, target: Path) -> Path:
     return make_export(tmp_path / "run" / "export", target)
-
-
-def fields(report: PreflightReport) -> set[str]:
-    return {failure["field"] for failure in report.failures}
 
 
 # ---- a good export ---------------------------------------------------------------------------------------
@@ -230,13 +225,6 @@ def test_a_failed_export_leaves_the_targets_files(tmp_path: Path, target: Path) 
 # ---- one fault each --------------------------------------------------------------------------------------
 
 
-def change_json(folder: Path, file: str, change: Callable[[Config], Any]) -> None:
-    values = json.loads((folder / file).read_text())
-    change(values)
-    (folder / file).unlink()
-    (folder / file).write_text(json.dumps(values))
-
-
 def change_tensors(folder: Path, change: Callable[[Tensors], Any], file: str = "mtp.safetensors") -> None:
     """Rewrite a shard and the index's entries of it; a link is replaced, not written through."""
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
@@ -248,7 +236,7 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any], file: str = "
         kept = {name: one for name, one in index["weight_map"].items() if one != file}
         index["weight_map"] = {**kept, **dict.fromkeys(tensors, file)}
 
-    change_json(folder, mtp.INDEX, list_again)
+    change_config(folder, list_again, mtp.INDEX)
 
 
 CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
@@ -282,22 +270,21 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
 def test_a_fault_in_the_config_is_named(export: Path, target: Path, fault: str) -> None:
     change, field = CONFIG_FAULTS[fault]
-    change_json(export, "config.json", change)
+    change_config(export, change)
     assert field in fields(preflight(export, target))
 
 
-SPECULATIVE_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
-    "method": (lambda c: c.update(method="eagle3"), "speculative_config.method"),
-    "a model of its own": (lambda c: c.update(model="/somewhere"), "speculative_config.model"),
-    "other k": (lambda c: c.update(num_speculative_tokens=5), "speculative_config.num_speculative_tokens"),
+OF_A_LAYER = {
+    **{name: fault for name, fault in SPECULATIVE_FAULTS.items() if fault[1] != "model"},
+    "a model of its own": (put(model="/somewhere"), "model"),
 }
 
 
-@pytest.mark.parametrize("fault", SPECULATIVE_FAULTS)
+@pytest.mark.parametrize("fault", OF_A_LAYER)
 def test_a_fault_in_the_speculative_config_is_named(export: Path, target: Path, fault: str) -> None:
-    change, field = SPECULATIVE_FAULTS[fault]
-    change_json(export, "speculative_config.json", change)
-    assert fields(preflight(export, target)) == {field}
+    change, field = OF_A_LAYER[fault]
+    change_config(export, change, SPECULATIVE)
+    assert fields(preflight(export, target)) == {f"speculative_config.{field}"}
 
 
 PREFIX = "model.mtp_layers.0."
@@ -368,9 +355,9 @@ def test_a_tensor_in_two_files_is_named(export: Path, target: Path) -> None:
 
 def test_an_index_that_leads_nowhere_is_named(export: Path, target: Path) -> None:
     name = PREFIX + "input_proj.weight"
-    change_json(export, mtp.INDEX, lambda index: index["weight_map"].update({name: "other.safetensors"}))
+    change_config(export, lambda index: index["weight_map"].update({name: "other.safetensors"}), mtp.INDEX)
     assert name in fields(preflight(export, target))
-    change_json(export, mtp.INDEX, lambda index: index["weight_map"].pop(name))
+    change_config(export, lambda index: index["weight_map"].pop(name), mtp.INDEX)
     assert name in fields(preflight(export, target))
 
 
@@ -411,5 +398,5 @@ NATIVE_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
 def test_a_fault_in_a_native_config_is_named(tmp_path: Path, targets: Callable[[str], Path], fault: str) -> None:
     change, field = NATIVE_FAULTS[fault]
     folder = make_export(tmp_path / "export", targets("glm4_moe"))
-    change_json(folder, "config.json", change)
+    change_config(folder, change)
     assert field in fields(preflight(folder, targets("glm4_moe")))

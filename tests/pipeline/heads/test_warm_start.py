@@ -323,6 +323,9 @@ def test_mtp_out_of_a_stitched_checkpoint(target: Target, tmp_path: Path) -> Non
     again = new_head(recipe, target, whole(target))
     load_warm_start(again, recipe, target, build_frozen_target(target, whole(target)))
     assert_is(again, whole(target), state, whole(target))
+    both = load_recipe("smoke/mtp", [*WHOLE, f"train.init_from={tmp_path / 'stitched'}", "head.start=native"])
+    with pytest.raises(InputError, match=r"head\.start=native and train\.init_from=.*set head\.start=fresh"):
+        check_warm_start(both, target)
 
 
 def test_mtp_as_speculators_spells_it(tmp_path: Path) -> None:
