@@ -3,8 +3,11 @@
 The layers learn the greedy texts of a tiny random target by heart, as far as their few parameters go, so that rounds of
 different lengths occur. A norm, order, feedback, bias or tensor that vLLM reads otherwise breaks that pattern.
 
-Only families that vLLM 0.32 serves on a CPU as transformers computes them: Qwen3.5's model cannot be imported there
-(it needs torchvision), and the plain text of its DeepSeek-V3 on a CPU is another.
+Only families that the CPU build of vLLM 0.32 serves as transformers computes them. Its qwen3_5.py imports qwen3_vl.py,
+which imports transformers' image processor of Qwen2-VL, which imports torchvision, and that is not installed beside a
+CPU torch (ModuleNotFoundError in vLLM's log). Its DeepSeek-V3 writes another plain text than transformers: the CPU
+kernel of `rotary_embedding` is wrong for the slices of queries and keys that latent attention rotates. With
+`compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` the log-probabilities of both agree to three decimals.
 """
 
 import shutil
