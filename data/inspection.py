@@ -1,12 +1,17 @@
-"""What of a file of conversations is supervised, row by row: the object and the text of `drafthead inspect`."""
+"""What of conversations is supervised, row by row: the object and the text of `drafthead inspect`.
 
+drafthead inspect --target DIR --conversations FILE
+drafthead inspect runs/eagle3
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from drafthead.data.conversations import Conversation, parse_file
-from drafthead.data.encoding import EncodeReport, Row, Turns, encode_turns
+from drafthead.data.encoding import EncodeReport, Row, Turns, encode_turns, read_rows
 from drafthead.data.errors import InputError
 from drafthead.data.template import Template
 
@@ -17,10 +22,10 @@ MAX_SHOWN = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One assistant turn, or a row that has none, as it was found in the file."""
+    """One assistant turn, or a row that has none."""
 
     source: int
-    """The row's number in the file, from 0."""
+    """The number of its row in the file, from 0."""
     turn: int | None
     made: Row | str
     """The encoded row, or the reason why there is none."""
@@ -35,6 +40,7 @@ class Inspection:
     path: Path
     seen: list[Seen]
     report: EncodeReport
+    """Of what is seen; of a run also what its stage `encode` dropped, of which only the counts are known."""
 
     @classmethod
     def of(
@@ -50,14 +56,21 @@ class Inspection:
         for number, conversation in numbered:
             if only in (None, number):
                 seen += _turns_of(template, number, conversation, max_length, turns)
-        if only is not None:
-            seen = [one for one in seen if one.source == only]
-            if not seen:
-                raise InputError(f"{path}: no row {only}; rows are counted from 0")
+        seen = _only(seen, only, path)
         seen.sort(key=lambda one: one.source)
-        report = EncodeReport()
-        for one in seen:
-            report.add(*(([one.made], []) if isinstance(one.made, Row) else ([], [one.made])))
+        return cls(path=path, seen=seen, report=_report(seen))
+
+    @classmethod
+    def of_rows(cls, path: Path, *, dropped: Mapping[str, int], only: int | None = None) -> "Inspection":
+        """The encoded rows of a run, or row `only` of them; `dropped` are its counts of those that are not there.
+
+        Raises:
+            InputError: The file is not there, or has no row of that number.
+        """
+        rows = enumerate(read_rows(path))
+        seen = _only([Seen(source=number, turn=row.turn, made=row, given="") for number, row in rows], only, path)
+        report = _report(seen)
+        report.dropped.update({} if only is not None else dropped)
         return cls(path=path, seen=seen, report=report)
 
     def as_json(self, template: Template) -> dict[str, Any]:
@@ -76,6 +89,19 @@ class Inspection:
     def require_samples(self) -> None:
         """Raises `InputError` with the reasons when nothing was kept."""
         self.report.require_samples(str(self.path))
+
+
+def _only(seen: list[Seen], only: int | None, path: Path) -> list[Seen]:
+    found = seen if only is None else [one for one in seen if one.source == only]
+    if only is not None and not found:
+        raise InputError(f"{path}: no row {only}; rows are counted from 0")
+    return found
+
+
+def _report(seen: list[Seen]) -> EncodeReport:
+    report = EncodeReport(dropped=Counter(one.made for one in seen if isinstance(one.made, str)))
+    report.add((one.made for one in seen if isinstance(one.made, Row)), [])
+    return report
 
 
 def _turns_of(

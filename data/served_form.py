@@ -7,6 +7,7 @@ that does not know that role; tools have passed through the API's schema.
 
 import functools
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jinja2
@@ -82,16 +83,30 @@ def variables_read(chat_template: str) -> frozenset[str]:
 
 @functools.cache
 def _loops_over_content(chat_template: str) -> bool:
-    return any(_is_content(loop.iter) for loop in _parsed(chat_template).find_all(nodes.For))
+    tree = _parsed(chat_template)
+    names = {"content", *_macro_parameters_of_content(tree)}
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
 
 
-def _is_content(node: nodes.Node) -> bool:
+def _macro_parameters_of_content(tree: nodes.Template) -> set[str]:
+    """Names under which macros are given the content of a message."""
+    parameters = {macro.name: [one.name for one in macro.args] for macro in tree.find_all(nodes.Macro)}
+    found: set[str] = set()
+    for call in tree.find_all(nodes.Call):
+        names = parameters.get(call.node.name, []) if isinstance(call.node, nodes.Name) else []
+        found |= {name for name, value in zip(names, call.args, strict=False) if _is_content(value)}
+        found |= {given.key for given in call.kwargs if given.key in names and _is_content(given.value)}
+    return found
+
+
+def _is_content(node: nodes.Node, names: Collection[str] = ()) -> bool:
+    """Whether an expression is the content of a message, all of it or a part, or one of the `names` of it."""
     if isinstance(node, nodes.Filter) and node.node is not None:
-        return _is_content(node.node)
+        return _is_content(node.node, names)
     if isinstance(node, nodes.Getitem):
         if isinstance(node.arg, nodes.Slice):
-            return _is_content(node.node)
+            return _is_content(node.node, names)
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
-    return isinstance(node, nodes.Name) and node.name == "content"
+    return isinstance(node, nodes.Name) and node.name in names

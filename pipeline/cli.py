@@ -119,8 +119,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     preflight.add_argument("--target", required=True)
 
     inspect = _add(commands, "inspect", "show which tokens of conversations are supervised", run_inspect)
-    inspect.add_argument("--target", required=True)
-    inspect.add_argument("--conversations", type=Path, required=True)
+    inspect.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the rows of a run, or:")
+    inspect.add_argument("--split", choices=("train", "heldout"), default="train", help="which rows of the run")
+    inspect.add_argument("--target")
+    inspect.add_argument("--conversations", type=Path)
     inspect.add_argument("--chat-template", type=Path)
     inspect.add_argument("--template-kwargs", type=_json_object, default={})
     inspect.add_argument("--max-length", type=_positive, default=2048)
@@ -296,7 +298,36 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    from drafthead.data.inspection import Inspection, print_inspection
+    given = [value is not None for value in (arguments.run_dir, arguments.target, arguments.conversations)]
+    if given not in ([True, False, False], [False, True, True]):
+        raise InputError("inspect: give a run directory, or --target and --conversations")
+    from drafthead.data.inspection import print_inspection
+
+    inspect = _inspect_run if arguments.run_dir else _inspect_file
+    template, inspection = inspect(arguments)
+    if arguments.json:
+        print(json.dumps(inspection.as_json(template), ensure_ascii=False))
+    else:
+        print_inspection(template, inspection, sys.stdout, os.environ)
+    inspection.require_samples()
+    return 0
+
+
+def _inspect_run(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from drafthead.data.inspection import Inspection
+    from drafthead.data.template import Template
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    run = open_run(arguments.run_dir, STAGES, [])
+    path = run.input("encode") / f"{arguments.split}.parquet"
+    dropped = run.report("encode")[arguments.split]["dropped"]
+    template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
+    return template, Inspection.of_rows(path, dropped=dropped, only=arguments.row)
+
+
+def _inspect_file(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from drafthead.data.inspection import Inspection
     from drafthead.data.template import Template
     from drafthead.pipeline.target import open_target
 
@@ -312,12 +343,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         turns=arguments.turns,
         only=arguments.row,
     )
-    if arguments.json:
-        print(json.dumps(inspection.as_json(template), ensure_ascii=False))
-    else:
-        print_inspection(template, inspection, sys.stdout, os.environ)
-    inspection.require_samples()
-    return 0
+    return template, inspection
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from drafthead.data.encoding import write_rows
 from drafthead.data.errors import InputError
 from drafthead.data.inspection import Inspection, print_inspection
 
@@ -104,6 +105,28 @@ def test_last_turns_alone(tmp_path):
     assert [row["turn"] for row in every] == [0, 1]
     assert last == every[1:]
     assert sum(map(sum, (row["loss_mask"] for row in last))) < sum(map(sum, (row["loss_mask"] for row in every)))
+
+
+def test_rows_of_a_run_are_shown_as_they_were_encoded(tmp_path):
+    template = make_template(R)
+    conversation = {"messages": [user("a"), answer("one 1"), user("b"), answer("two 2")]}
+    rows = [one.made for one in inspect(template, tmp_path, [conversation]).seen]
+    path = tmp_path / "train.parquet"
+    write_rows(path, rows)
+    found = Inspection.of_rows(path, dropped={"empty answer": 3})
+    shown = found.as_json(template)
+    assert [row["input_ids"] for row in shown["rows"]] == [row.input_ids for row in rows]
+    assert (shown["kept"], found.report.dropped) == (2, {"empty answer": 3})
+    out = io.StringIO()
+    print_inspection(template, found, out, {})
+    assert "kept 2 (clipped 0), dropped 3\n  3 x empty answer" in out.getvalue()
+    assert [one.source for one in Inspection.of_rows(path, dropped={}, only=1).seen] == [1]
+    for call in (
+        lambda: Inspection.of_rows(path, dropped={}, only=2),
+        lambda: Inspection.of_rows(tmp_path, dropped={}),
+    ):
+        with pytest.raises(InputError):
+            call()
 
 
 class Terminal(io.StringIO):
