@@ -205,15 +205,15 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
         return [_user_turn(value) for value in given]
     messages = given if isinstance(given, list) else [_user_turn(given)]
     answer = next((row[key] for key in ("response", "completion") if row.get(key) is not None), None)
-    if answer is None or (found and _is_answered(messages)):
+    if answer is None or not messages or _is_answered(messages):
         return messages
     return [*messages, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 
 def _is_answered(messages: list[Any]) -> bool:
     """Whether the list ends with an answer, which a `response` beside it repeats."""
-    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    return _parse_role(last) == "assistant"
+    last = messages[-1]
+    return isinstance(last, dict) and _parse_role(last) == "assistant"
 
 
 def _user_turn(text: Any) -> Message:

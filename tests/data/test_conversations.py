@@ -142,6 +142,8 @@ def test_finish_reason_of_the_row_belongs_to_the_last_answer():
     ("row", "reason"),
     [
         ({"messages": []}, "no messages"),
+        ({"messages": [], "response": "x"}, "no messages"),
+        ({"prompt": ["x"], "response": "y"}, "a message is text, not an object"),
         ({"text": "x"}, "none of `messages`"),
         ({"messages": "x"}, "`messages` is text, not a list"),
         ({"messages": ["x"]}, "a message is text, not an object"),
