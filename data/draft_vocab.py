@@ -111,14 +111,10 @@ def build(
         InputError: `draft_vocab.size` cannot be met.
     """
     num_target = len(counts_V)
+    check_size(size, tokenizer_size, num_target)
     limit = min(tokenizer_size, num_target)
     if size == num_target:
         return DraftVocab(torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.bool))
-    if not 0 < size <= limit:
-        raise InputError(
-            f"draft_vocab.size={size}: give 1 to {limit} (tokens of the target's tokenizer) "
-            f"or {num_target} (all of its embeddings)"
-        )
     chosen = _within(always, limit)
     if len(chosen) > size:
         raise InputError(f"draft_vocab.size={size}: the {len(chosen)} special tokens need more room")
@@ -126,6 +122,20 @@ def build(
     t2d_V = torch.zeros(num_target, dtype=torch.bool)
     t2d_V[target_ids_U] = True
     return DraftVocab(target_ids_U - torch.arange(size), t2d_V)
+
+
+def check_size(size: int, tokenizer_size: int, num_target: int) -> None:
+    """Refuse a draft vocabulary that the target cannot have.
+
+    Raises:
+        InputError: Naming `draft_vocab.size` and what it may be.
+    """
+    limit = min(tokenizer_size, num_target)
+    if size != num_target and not 0 < size <= limit:
+        raise InputError(
+            f"draft_vocab.size={size}: give 1 to {limit} (tokens of the target's tokenizer) "
+            f"or {num_target} (all of its embeddings)"
+        )
 
 
 def _within(ids: Iterable[int], limit: int) -> set[int]:

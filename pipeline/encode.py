@@ -20,8 +20,7 @@ from drafthead.data.encoding import (
 )
 from drafthead.data.files import read_jsonl, write_json
 from drafthead.data.template import Template
-from drafthead.pipeline.heads.warm_start import kept_vocab
-from drafthead.pipeline.recipe import DEFAULT_DRAFT_VOCAB
+from drafthead.pipeline.heads.warm_start import draft_vocab_size, kept_vocab
 from drafthead.pipeline.respond import SPLITS, Dialogue, read_prompts
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
@@ -107,7 +106,7 @@ def make_draft_vocab(run: Run) -> dict[str, Any]:
     always = sorted({*special, *run.target.end_of_turn_ids})
     vocab = kept_vocab(run.recipe, run.target)
     if vocab is None:
-        size = run.recipe.draft_vocab.size or DEFAULT_DRAFT_VOCAB
+        size = draft_vocab_size(run.recipe, run.target)
         vocab = build(counts_V, size, len(tokenizer), always, single_byte_ids(tokenizer))
         vocab.check(tokenizer_size=len(tokenizer), always=always)
     else:  # what a published head cannot draft it cannot learn

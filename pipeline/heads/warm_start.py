@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafthead.data.draft_vocab import DraftVocab
+from drafthead.data.draft_vocab import DraftVocab, check_size
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
 from drafthead.pipeline.export.rope import attention_scaling, inverse_frequencies, rope_of, text_config
@@ -299,10 +299,17 @@ def kept_vocab(recipe: Recipe, target: Target) -> DraftVocab | None:
 
 
 def draft_vocab_size(recipe: Recipe, target: Target) -> int:
-    """How many tokens the recipe's head will draft."""
+    """How many tokens the recipe's head will draft.
+
+    Raises:
+        InputError: More than the target has; see also `kept_vocab`.
+    """
     kept = kept_vocab(recipe, target)
-    asked = min(recipe.draft_vocab.size or DEFAULT_DRAFT_VOCAB, target.vocab_size)
-    return asked if kept is None else kept.size
+    if kept is not None:
+        return kept.size
+    asked = recipe.draft_vocab.size or min(DEFAULT_DRAFT_VOCAB, target.vocab_size)
+    check_size(asked, len(target.tokenizer), target.vocab_size)
+    return asked
 
 
 def _vocab(checkpoint: Checkpoint, target: Target, d2t: Tensor | None) -> DraftVocab:

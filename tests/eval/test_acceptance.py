@@ -31,7 +31,8 @@ def test_every_number_of_one_request() -> None:
     assert summary["drafts"] == 8
     assert summary["per_position"] == [0.625, 0.375, 0.25]
     assert summary["conditional"] == pytest.approx([0.625, 0.6, 2 / 3])
-    assert summary["mean_acceptance_length"] == 2.25
+    assert summary["mean_acceptance_length"] == 2.25, "the target's own token counts: 1 + 1.25 drafts kept"
+    assert summary["mean_acceptance_length"] - 1 == pytest.approx(sum(summary["per_position"]))
     assert summary["mean_of_requests_acceptance_length"] == 2.25
     assert summary["draft_acceptance_rate"] == pytest.approx(10 / 24)
 

@@ -100,6 +100,25 @@ def triton_op(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     return verify_sampling(*arguments, impl="triton")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("kind", "rate"), [("most likely", 0.5), ("sampled", 0.95)])
+def test_a_draft_of_known_probabilities_is_kept_as_often_as_the_sums_say(kind: str, rate: float) -> None:
+    """C19: p = [.5, .3, .2], q = [.45, .35, .2]: p(argmax q) = .5, sum min(p, q) = .95; the tokens follow p in both."""
+    draws = 200_000
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.45, 0.35, 0.2])
+    draft_B = torch.multinomial(q_V, draws, replacement=True, generator=torch.Generator().manual_seed(7))
+    draft_BK = draft_B[:, None] if kind == "sampled" else torch.zeros(draws, 1, dtype=torch.long)
+    accepted_B, output_BQ, _ = verify_sampling(
+        p_V.log().expand(draws, 2, -1),
+        draft_BK,
+        torch.ones(draws, dtype=torch.long),
+        sampling_of(draws),
+        q_V.expand(draws, 1, -1) if kind == "sampled" else None,
+    )
+    assert float(accepted_B.double().mean()) == pytest.approx(rate, abs=4.5 * (rate * (1 - rate) / draws) ** 0.5)
+    counts_V = output_BQ[:, 0].bincount(minlength=3).double()
+    assert float(((counts_V - draws * p_V) ** 2 / (draws * p_V)).sum()) < 13.8, "chi-square of 2, p = 0.001"
+
+
 def test_plain_sampling_without_drafts() -> None:
     draws = 200_000
     logits_V = torch.tensor([0.5, -1.0, 2.0, 0.0])

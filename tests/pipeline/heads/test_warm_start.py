@@ -16,7 +16,13 @@ from drafthead.pipeline.export.mtp import write_mtp
 from drafthead.pipeline.heads.base import FrozenTarget, Head
 from drafthead.pipeline.heads.build import build_frozen_target, build_head
 from drafthead.pipeline.heads.mtp import MTP, MTPOptions
-from drafthead.pipeline.heads.warm_start import check_warm_start, kept_vocab, load_warm_start, warm_start_hash
+from drafthead.pipeline.heads.warm_start import (
+    check_warm_start,
+    draft_vocab_size,
+    kept_vocab,
+    load_warm_start,
+    warm_start_hash,
+)
 from drafthead.pipeline.recipe import Recipe, load_recipe
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import Target
@@ -404,3 +410,14 @@ def test_training_goes_on_from_the_export(tiny_run: Run, make_run: Any) -> None:
     assert all((ours[name] - tensor).abs().max() < 1e-2 for name, tensor in trained.items())
     first = run.report("train")["walk"]["mean_acceptance_length"]
     assert first == pytest.approx(tiny_run.report("train")["walk"]["mean_acceptance_length"], abs=0.1)
+
+
+@pytest.mark.parametrize("size", [513, 600])
+def test_a_draft_vocabulary_above_the_targets_is_refused_before_any_work(size: int, target: Target) -> None:
+    recipe = load_recipe("smoke/eagle3", [f"draft_vocab.size={size}"])
+    with pytest.raises(InputError, match=rf"draft_vocab\.size={size}: give 1 to .* or 512 \(all"):
+        draft_vocab_size(recipe, target)
+
+
+def test_without_a_size_a_small_target_is_drafted_whole(target: Target) -> None:
+    assert draft_vocab_size(load_recipe("smoke/eagle3", ["draft_vocab.size=null"]), target) == 512
