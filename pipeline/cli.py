@@ -129,6 +129,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     inspect.add_argument("--turns", choices=("all", "last"), default="all", help="assistant turns to train on")
     inspect.add_argument("--row", type=int, metavar="N", help="this row of the file alone, counted from 0")
 
+    store = commands.add_parser("store", help="check stored states (store verify DIR)")
+    verify = _add(store.add_subparsers(metavar="ACTION", required=True), "verify", "name every bad row", run_verify)
+    verify.add_argument("store", type=Path, metavar="DIR", help="a store, a capture folder, or a run")
+    verify.add_argument("--target", help="also hold the states against this target")
+
     _add(commands, "doctor", "examine this machine and the installation", run_doctor)
     return parser.parse_args(argv)
 
@@ -178,7 +183,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def run_recipe(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.export.layouts import check_export_path
-    from drafthead.pipeline.plan import check_head, make_plan, render_plan
+    from drafthead.pipeline.plan import check_head, check_states, make_plan, render_plan
     from drafthead.pipeline.recipe import load_recipe
     from drafthead.pipeline.run_dir import create_run
     from drafthead.pipeline.stages import STAGES
@@ -191,7 +196,9 @@ def run_recipe(arguments: argparse.Namespace) -> int:
         plan = make_plan(recipe)
         _print(arguments, plan, render_plan(plan))
         return 0
-    check_head(recipe, open_target(recipe.target))
+    target = open_target(recipe.target)
+    check_head(recipe, target)
+    check_states(recipe, target)
     run = create_run(recipe, STAGES)
     with _output_of_stages_to_stderr():
         for name in STAGES:
@@ -295,6 +302,15 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     lines.append(report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder")
     _print(arguments, asdict(report), "\n".join(lines))
     return 0 if report.ok else 1
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.store_verify import render, verify
+    from drafthead.pipeline.target import open_target
+
+    report = verify(arguments.store, None if arguments.target is None else open_target(arguments.target))
+    _print(arguments, report, render(report))
+    return 1 if report["bad"] else 0
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

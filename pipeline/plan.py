@@ -9,7 +9,7 @@ from drafthead.data.errors import InputError
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
 from drafthead.data.store_format import LAST_LEAD
 from drafthead.pipeline.cache import cache_dir
-from drafthead.pipeline.capture import MOST_OF_DISK, store_info
+from drafthead.pipeline.capture import MOST_OF_DISK, check_disk, last_kept, store_info
 from drafthead.pipeline.heads.build import check_target
 from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_size
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
@@ -45,9 +45,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     check_head(recipe, target)
     prompts, exact = count_prompts(recipe)
     answers = prompts * recipe.respond.max_new_tokens
-    tokens = prompts * min(recipe.encode.max_length, MEAN_PROMPT_TOKENS + recipe.respond.max_new_tokens)
     info = store_info(recipe, target)
-    last_states = tokens if info.last == "all" else min(tokens, answers + LAST_LEAD * prompts)
+    tokens, last_states = most_states(recipe, prompts)
     on_gpu = torch.cuda.is_available()
     size = num_parameters(recipe, target)
     disk = info.num_bytes(tokens, last_states)
@@ -77,6 +76,27 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
             {"name": name, "finished": run.is_finished(name), "estimated_s": seconds.get(name)} for name in STAGES
         ],
     }
+
+
+def most_states(recipe: Recipe, prompts: int) -> tuple[int, int]:
+    """Tokens, and last states kept, of so many prompts if every answer is as long as it may be."""
+    answer = recipe.respond.max_new_tokens
+    tokens = prompts * min(recipe.encode.max_length, MEAN_PROMPT_TOKENS + answer)
+    return tokens, tokens if last_kept(recipe) == "all" else min(tokens, prompts * (answer + LAST_LEAD))
+
+
+def check_states(recipe: Recipe, target: Target) -> None:
+    """Refuse, before any work, a run whose states would not fit on the disk if every answer is as long as it may be.
+
+    Not where the prompts are only assumed: the capture stage counts, and refuses before the target is loaded.
+
+    Raises:
+        InputError: See `check_disk`.
+    """
+    prompts, exact = count_prompts(recipe)
+    run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
+    if exact and not run.is_finished("capture"):
+        check_disk(cache_dir(), store_info(recipe, target), *most_states(recipe, prompts))
 
 
 def count_prompts(recipe: Recipe) -> tuple[int, bool]:

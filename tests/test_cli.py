@@ -420,10 +420,10 @@ def test_preflight_json(drafthead: CommandLine, tiny_run: Run, tmp_path: Path) -
 def test_a_state_file_cut_off_is_one_line(drafthead: CommandLine, tiny_run: Run, cache: Path, tmp_path: Path) -> None:
     run = copied_run(tiny_run, tmp_path)
     other = shutil.copytree(cache, tmp_path / "cache", symlinks=True)
-    (shard,) = (other / "stages").glob(f"capture-{tiny_run.key('capture')}/train/shard-00000.safetensors")
+    (shard,) = (other / "stages").glob(f"capture-{tiny_run.key('capture')}/train/shard-0-00000.safetensors")
     shard.write_bytes(shard.read_bytes()[:5000])
     os.environ["DRAFTHEAD_CACHE"] = str(other)  # put back by the fixture `cache`
-    assert_one_line(drafthead("train", run), 2, "shard-00000.safetensors", "missing or cut off")
+    assert_one_line(drafthead("train", run), 2, "shard-0-00000.safetensors", "missing or cut off")
     assert not (run / "train" / "manifest.json").exists()
     assert_one_line(drafthead("eval", run), 2, "stage train has not finished")
 
