@@ -183,7 +183,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def run_recipe(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.export.layouts import check_export_path
-    from drafthead.pipeline.plan import check_head, check_states, make_plan, render_plan
+    from drafthead.pipeline.plan import check_head, check_states, make_plan, name_tensors, render_plan
     from drafthead.pipeline.recipe import load_recipe
     from drafthead.pipeline.run_dir import create_run
     from drafthead.pipeline.stages import STAGES
@@ -199,6 +199,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
     target = open_target(recipe.target)
     check_head(recipe, target)
     check_states(recipe, target)
+    print(f"target {target.path}: {name_tensors(target.tensor_names)}", file=sys.stderr)
     run = create_run(recipe, STAGES)
     with _output_of_stages_to_stderr():
         for name in STAGES:

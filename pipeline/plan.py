@@ -29,8 +29,10 @@ def check_head(recipe: Recipe, target: Target) -> None:
     """Refuse, before any work, a head that cannot be made for the target.
 
     Raises:
-        InputError: See `check_warm_start` and `check_target`.
+        InputError: See `check_warm_start`, `check_target` and `Target.resolve_aux_layers`.
+        GateError: See `check_target`.
     """
+    target.resolve_aux_layers(recipe.capture.aux_layers)
     check_warm_start(recipe, target)
     check_target(recipe.head, draft_vocab_size(recipe, target), target)
 
@@ -56,7 +58,12 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe.run.name,
         "run_dir": str(run.path),
-        "target": {"path": str(target.path), "layers": target.num_layers, "hidden": target.hidden_size},
+        "target": {
+            "path": str(target.path),
+            "layers": target.num_layers,
+            "hidden": target.hidden_size,
+            "tensors": target.tensor_names,
+        },
         "aux_layer_ids": info.layer_ids,
         "prompts": {"count": prompts, "exact": exact},
         "answer_tokens_at_most": answers,
@@ -189,12 +196,19 @@ def existing(path: Path) -> Path:
     return path
 
 
+def name_tensors(names: dict[str, str]) -> str:
+    """One line that says under which names the target's embedding, lm_head and final norm were found."""
+    tied = " (tied)" if names["lm_head"] == names["embedding"] else ""
+    return f"embedding {names['embedding']}, lm_head {names['lm_head']}{tied}, final norm {names['final norm']}"
+
+
 def render_plan(plan: dict[str, Any]) -> str:
     prompts, disk = plan["prompts"], plan["disk"]
     lines = [
         f"recipe    {plan['recipe']} -> {plan['run_dir']}",
         f"target    {plan['target']['path']} ({plan['parameters']['target'] / 1e6:,.0f} M parameters, "
         f"{plan['target']['layers']} layers, hidden {plan['target']['hidden']})",
+        f"tensors   {name_tensors(plan['target']['tensors'])}",
         f"states    layers {plan['aux_layer_ids']} and the last one, {disk['dtype']}, "
         f"{disk['bytes_per_token']:,} bytes/token",
         f"prompts   {prompts['count']:,}{'' if prompts['exact'] else ' (assumed: the source is not counted yet)'}",

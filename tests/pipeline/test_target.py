@@ -5,6 +5,7 @@ where it is installed, of vLLM: all three must be the one that a head is trained
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from drafthead.pipeline.export import rope
 from drafthead.pipeline.heads.blocks import rope_frequencies
 from drafthead.pipeline.heads.build import check_rope, check_sizes, check_target
 from drafthead.pipeline.recipe import Eagle3Config, MedusaConfig
-from drafthead.pipeline.target import Target
+from drafthead.pipeline.target import Target, open_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronHConfig, Qwen2VLConfig
@@ -26,6 +27,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+from tests.conftest import CommandLine
 
 V, D = 64, 32
 Config = dict[str, Any]
@@ -291,3 +294,30 @@ def test_a_rotary_embedding_that_no_head_can_follow_is_refused(values: Config, n
     with pytest.raises((GateError, InputError), match=named) as caught:
         check_rope(write_config(tmp_path / "target", **values))
     assert "\n" not in str(caught.value)
+
+
+# ---- the command line ------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_which_tensors_were_chosen(drafthead: CommandLine, tmp_path: Path) -> None:
+    """Vocabulary 512 and the tokenizer of the built-in target, so that all checks before work pass."""
+    llama(tied=True, vocab_size=512).save_pretrained(tmp_path / "target")
+    for path in open_target("builtin:tiny-random").path.glob("*"):
+        if path.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(path, tmp_path / "target" / path.name)
+    command = ("run", "smoke/eagle3", f"target={tmp_path}/target", "capture.aux_layers=[1,3,5]", "--plan")
+    done = drafthead(*command)
+    assert done.code == 0, done.stderr
+    assert "embedding model.embed_tokens.weight, lm_head model.embed_tokens.weight (tied)" in done.stdout
+    told = drafthead(*command, "--json").json()
+    assert told["target"]["tensors"]["lm_head"] == "model.embed_tokens.weight"
+
+
+def test_unusable_targets_are_one_line_before_any_work(drafthead: CommandLine, tmp_path: Path) -> None:
+    llama(vocab_size=512, num_hidden_layers=5).save_pretrained(tmp_path / "target")
+    done = drafthead("run", "smoke/eagle3", f"target={tmp_path}/target")
+    assert done.code == 2
+    assert len(done.complaints) == 1
+    assert "capture.aux_layers=[2, 2, 2] (the default of a target of 5 layers)" in done.complaints[0]
+    assert "such as capture.aux_layers=[1, 2, 4]" in done.complaints[0]
+    assert not (tmp_path / "runs").exists()
