@@ -22,7 +22,7 @@ from drafthead.pipeline.heads.medusa import Medusa, MedusaOptions, check_lm_head
 from drafthead.pipeline.heads.mtp import MTP, MTPOptions, check_vocab
 from drafthead.pipeline.heads.mtp_layouts import resolve_layout
 from drafthead.pipeline.joint import check_adapters
-from drafthead.pipeline.recipe import HeadConfig, MedusaConfig, MTPConfig
+from drafthead.pipeline.recipe import Eagle3Config, HeadConfig, MedusaConfig, MTPConfig
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
 
@@ -76,7 +76,7 @@ def check_sizes(config: HeadConfig, target: Target) -> None:
     """Refuse a target whose configuration lacks a number that the head is built from.
 
     Raises:
-        InputError: Naming it.
+        InputError: Naming it, or two that a Llama cannot have together.
     """
     known = target.config.to_dict()
     wanted = SIZES if isinstance(config, MedusaConfig) else (*SIZES, *ATTENTION_SIZES)
@@ -84,6 +84,12 @@ def check_sizes(config: HeadConfig, target: Target) -> None:
         if known.get(name, getattr(target.config, name, None)) is None:
             kind = target.config.model_type
             raise InputError(f"{target.path}/config.json: no {name}: a {kind} target has no {config.type} head here")
+    size, heads = target.hidden_size, known.get("num_attention_heads")
+    if isinstance(config, Eagle3Config) and size % heads:
+        raise InputError(
+            f"{target.path}/config.json: num_attention_heads={heads} does not divide hidden_size={size}: vLLM reads an "
+            f"EAGLE-3 head as a Llama, whose configuration refuses that"
+        )
 
 
 def check_rope(target: Target) -> None:

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import GateError, InputError
 from drafthead.pipeline.export import rope
 from drafthead.pipeline.export.card import model_card
 from drafthead.pipeline.export.eagle3 import HeadOptions, expected_shapes, export_head
 from drafthead.pipeline.export.folder import initial_digests, serve_command
 from drafthead.pipeline.export.preflight import preflight
+from drafthead.pipeline.heads.build import build_frozen_target
+from drafthead.pipeline.heads.eagle3 import Eagle3, Eagle3Options
+from drafthead.pipeline.recipe import Eagle3Config
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -215,6 +219,40 @@ def test_a_reduced_head_without_its_map_is_refused(tmp_path: Path, tiny_target: 
             trained_length=512,
             initial_digests=initial_digests(head_state()),
         )
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim"), [(4, 2, 48), (2, 2, 16), (8, 1, 32)], ids=["wider", "narrower", "one group"]
+)
+def test_heads_of_their_own_width_round_trip(tmp_path: Path, heads: int, groups: int, head_dim: int) -> None:
+    """A109: head_dim is not hidden_size / heads; the exported config alone builds the module that was trained."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
+    LlamaForCausalLM(tiny_config(**sizes)).save_pretrained(tmp_path / "target")  # type: ignore[no-untyped-call]
+    target, (d2t, t2d) = Target(tmp_path / "target"), draft_map()
+    head = Eagle3.fresh(Eagle3Config(), target, build_frozen_target(target, DraftVocab(d2t, t2d)), num_aux=3)
+    initial = initial_digests(head.state_dict())
+    state = {name: tensor + 0.01 for name, tensor in head.state_dict().items()}
+    export_head(
+        tmp_path / "export",
+        head_state=state,
+        options=OPTIONS,
+        target=target,
+        d2t=d2t,
+        t2d=t2d,
+        k=3,
+        dtype="float32",
+        inv_freq=head.inverse_frequencies(),
+        trained_length=512,
+        initial_digests=initial,
+    )
+    assert preflight(tmp_path / "export", target.path).failures == []
+    config = AutoConfig.from_pretrained(tmp_path / "export")
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    again = Eagle3(config, Eagle3Options(num_aux=3, draft_vocab_size=U))
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    again.load_state_dict({name: tensors[name] for name in state})
+    assert again.inverse_frequencies() == head.inverse_frequencies()
 
 
 # ---- one fault each --------------------------------------------------------------------------------------

@@ -175,6 +175,13 @@ def test_a_target_without_a_needed_size_is_refused(tmp_path: Path) -> None:
         check_sizes(Eagle3Config(), target)
 
 
+def test_head_counts_that_no_llama_has_are_refused(tmp_path: Path) -> None:
+    target = write_config(tmp_path / "target", model_type="qwen3", num_attention_heads=6, head_dim=16)
+    with pytest.raises(InputError, match="num_attention_heads=6 does not divide hidden_size=32"):
+        check_sizes(Eagle3Config(), target)
+    check_sizes(MedusaConfig(type="medusa"), target)
+
+
 # ---- rotary embeddings (C13) -----------------------------------------------------------------------------
 
 LLAMA3 = {
