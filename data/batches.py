@@ -6,7 +6,7 @@ a break, so no rank ever gets an empty or short last batch.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -71,7 +71,11 @@ def supervised_slots(row: Row) -> int:
 
 def load_pack(rows: list[Row], store: Store) -> Pack:
     """Read the states of the rows and lay everything end to end."""
-    states = [store.get(row.key) for row in rows]
+    return lay_out(rows, [store.get(row.key) for row in rows])
+
+
+def lay_out(rows: list[Row], states: list[tuple[Tensor, Tensor]]) -> Pack:
+    """Rows and their states (aux [T, A, D], last [T, D]) end to end."""
     lengths = [len(row.input_ids) for row in rows]
     starts = list(itertools.accumulate(lengths, initial=0))
     return Pack(
@@ -85,11 +89,16 @@ def load_pack(rows: list[Row], store: Store) -> Pack:
 
 
 def prefetch(packs: list[list[Row]], store: Store, ahead: int = 2) -> Iterator[Pack]:
+    """Load packs of stored states; see `load_ahead`."""
+    return load_ahead(packs, lambda rows: load_pack(rows, store), ahead)
+
+
+def load_ahead(packs: list[list[Row]], load: Callable[[list[Row]], Pack], ahead: int = 2) -> Iterator[Pack]:
     """Load packs in a thread, `ahead` of the one in use."""
     with ThreadPoolExecutor(1) as pool:
-        waiting = [pool.submit(load_pack, rows, store) for rows in packs[:ahead]]
+        waiting = [pool.submit(load, rows) for rows in packs[:ahead]]
         for upcoming in [*packs[ahead:], *[None] * len(waiting)]:
             pack = waiting.pop(0).result()
             if upcoming is not None:
-                waiting.append(pool.submit(load_pack, upcoming, store))
+                waiting.append(pool.submit(load, upcoming))
             yield pack

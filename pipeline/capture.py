@@ -49,6 +49,8 @@ def capture(run: Run) -> dict[str, Any]:
     rows = {split: read_rows(run.input("encode") / f"{split}.parquet") for split in SPLITS}
     every = [row for split in SPLITS for row in rows[split]]
     tokens, last_states = sum(len(row.input_ids) for row in every), info.count_last(every)
+    if settings.mode == "online":
+        return {"layer_ids": layers, "mode": "online", "tokens": tokens}  # pipeline/online.py
     folder = run.folder("capture")
     written = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
     check_disk(folder, info, tokens, last_states, written)

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from drafthead.data.batches import plan_epoch, prefetch
+from drafthead.data.batches import load_ahead, plan_epoch
 from drafthead.data.encoding import Row
 from drafthead.eval.acceptance import RequestRounds, summarize, walk
 from drafthead.pipeline.recipe import Recipe
-from drafthead.pipeline.train_inputs import Inputs
+from drafthead.pipeline.train_inputs import Inputs, loader_of
 from drafthead.pipeline.train_step import run_head
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ def heldout_walk(accelerator: Accelerator, model: nn.Module, inputs: Inputs, rec
     packs = plan_epoch([len(row.input_ids) for row in rows], recipe.train.batch_tokens, 0, 0)
     requests: list[RequestRounds] = []
     with torch.no_grad():
-        loaded = prefetch([[rows[row] for row in pack] for pack in packs], inputs.heldout_store)
+        loaded = load_ahead([[rows[row] for row in pack] for pack in packs], loader_of(inputs.heldout_store))
         for pack, numbers in zip(loaded, packs, strict=True):
             output = run_head(accelerator, model, pack, inputs, recipe.train, recipe.eval.k)
             for number, (start, length) in zip(numbers, pack.documents, strict=True):

@@ -115,6 +115,9 @@ class DraftVocabConfig(Section):
 
 
 class CaptureConfig(Section):
+    mode: Literal["store", "online"] = "store"
+    """`online` computes the states while the head trains and writes none: for when the disk is too small, or each row
+    is seen about once. Every epoch and every held-out walk runs the target again."""
     dtype: Literal["bfloat16", "float16", "float32", "int8", "fp8"] = "bfloat16"
     """Of the stored states; `int8` and `fp8` (e4m3) take at most half of the disk. The target computes in it (for these
     two in bfloat16), or in float32 on a CPU that multiplies that faster."""
@@ -365,6 +368,15 @@ class Recipe(Section):
         if self.capture.aux_layers == [] and isinstance(self.head, Eagle3Config):
             raise ValueError(
                 "capture.aux_layers=[]: an EAGLE-3 head reads captured layers; list their ids or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_online(self) -> "Recipe":
+        if self.capture.mode == "online" and self.capture.dtype in ("int8", "fp8"):
+            raise ValueError(
+                f"capture.dtype={self.capture.dtype}: made smaller for the disk, and capture.mode=online writes "
+                f"nothing; set capture.dtype=bfloat16"
             )
         return self
 

@@ -87,7 +87,15 @@ STAGES: dict[str, Stage] = {
             shared=True,
             extra=lambda run: warm_start_hash(run.recipe),
         ),
-        Stage(name="capture", reads=("encode",), settings=_capture_settings, work=capture, shared=True, version=2),
+        Stage(
+            name="capture",
+            reads=("encode",),
+            settings=_capture_settings,
+            work=capture,
+            shared=True,
+            version=2,
+            extra=lambda run: "online" if run.recipe.capture.mode == "online" else None,
+        ),
         Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),
         Stage(
             name="eval",

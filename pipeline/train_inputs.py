@@ -1,9 +1,11 @@
 """What a training reads of the stages before it."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from drafthead.data.batches import Pack, load_pack
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import Row, common_opening, read_rows
 from drafthead.data.errors import InputError
@@ -11,6 +13,7 @@ from drafthead.data.shards import Store
 from drafthead.data.store_faults import sound_rows
 from drafthead.pipeline.heads.base import FrozenTarget
 from drafthead.pipeline.heads.build import build_frozen_target
+from drafthead.pipeline.online import OnlineStates, open_online
 from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
@@ -21,9 +24,9 @@ class Inputs:
     """What the loop reads of the stages before it."""
 
     rows: list[Row]
-    store: Store
+    store: Store | OnlineStates
     heldout_rows: list[Row]
-    heldout_store: Store
+    heldout_store: Store | OnlineStates
     frozen: FrozenTarget
     scored: FrozenTarget
     """What the loss looks at; `frozen` but for `train.loss_vocab`."""
@@ -39,7 +42,16 @@ class Inputs:
         """
         vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
         frozen = build_frozen_target(run.target, vocab)
-        opened = []
+        opened = open_online(run) if run.recipe.capture.mode == "online" else cls._open_stores(run)
+        (rows, store), (heldout_rows, heldout_store) = opened
+        scored = frozen
+        if size := run.recipe.train.loss_vocab:
+            scored = frozen.restricted(most_frequent(rows, size, frozen.target_ids_U, run.target.vocab_size))
+        return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
+
+    @staticmethod
+    def _open_stores(run: Run) -> list[tuple[list[Row], Store | OnlineStates]]:
+        opened: list[tuple[list[Row], Store | OnlineStates]] = []
         for split in SPLITS:
             store = Store(run.input("capture") / split)
             if store.info.fingerprint != run.target.fingerprint:
@@ -52,11 +64,12 @@ class Inputs:
             if left_out:
                 print(left_out, file=sys.stderr)
             opened.append((rows, store))
-        (rows, store), (heldout_rows, heldout_store) = opened
-        scored = frozen
-        if size := run.recipe.train.loss_vocab:
-            scored = frozen.restricted(most_frequent(rows, size, frozen.target_ids_U, run.target.vocab_size))
-        return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
+        return opened
+
+
+def loader_of(store: Store | OnlineStates) -> Callable[[list[Row]], Pack]:
+    """What makes packs of rows: their states are read, or computed."""
+    return store.load if isinstance(store, OnlineStates) else lambda rows: load_pack(rows, store)
 
 
 def most_frequent(rows: list[Row], size: int, target_ids_U: Tensor, vocab_size: int) -> Tensor:

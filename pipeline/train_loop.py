@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from drafthead.data.batches import prefetch, supervised_slots
+from drafthead.data.batches import load_ahead, supervised_slots
 from drafthead.pipeline.checkpoint import BestHead, save_checkpoint
 from drafthead.pipeline.heldout import flat_walk, heldout_walk, render_walk
 from drafthead.pipeline.optim import learning_rates
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.throughput import FlopCounter, StepClock, lanes_of, loss_flops, peak_flops
-from drafthead.pipeline.train_inputs import Inputs
+from drafthead.pipeline.train_inputs import Inputs, loader_of
 from drafthead.pipeline.train_log import Sinks, Tally
 from drafthead.pipeline.train_step import micro_batch_threads, take_step
 from torch import nn
@@ -39,7 +39,7 @@ def train_steps(
     lengths = [len(row.input_ids) for row in inputs.rows]
     todo = steps[state["step"] :]
     own = [[inputs.rows[row] for row in pack] for step in todo for pack in step[rank::ranks]]
-    packs = prefetch(own, inputs.store)
+    packs = load_ahead(own, loader_of(inputs.store))
     threads = micro_batch_threads(accelerator, settings.accumulation)
     lanes = lanes_of(settings.accumulation, threads=threads is not None)
     measure = speedometer(accelerator, model, inputs, recipe)

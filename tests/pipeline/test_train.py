@@ -348,6 +348,13 @@ def test_metrics_are_shares_and_the_loss_falls(tiny_run: Run) -> None:
     assert all(0 <= value <= 1 for value in shares)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
+    for row in rows:
+        if "loss" in row:
+            parts = [row[f"{part}_ms"] for part in ("data", "forward", "backward", "optimizer")]
+            assert 0 < sum(parts) <= row["step_ms"] * 1.001
+            assert row["forward_ms"] > 0
+            assert row["tflops"] > 0
+            assert "mfu" not in row, "a CPU's peak is not known"
     lengths = [row["walk_accept_length"] for row in rows if "walk_accept_length" in row]
     assert all(1 <= length <= 1 + tiny_run.recipe.eval.k for length in lengths)
     assert read_json(tiny_run.path / "train" / "report.json")["tokens"] >= tiny_run.recipe.train.tokens
