@@ -120,13 +120,14 @@ def with_own_columns(mixed_RHP: Tensor, lse_RH: Tensor, query_RHP: Tensor, own: 
     if not own:
         return mixed_RHP
     repeat = query_RHP.shape[1] // own[0][0].shape[1]
-    keys_SRHP, values_SRHP = (
-        torch.stack([pair[which] for pair in own]).repeat_interleave(repeat, 2) for which in (0, 1)
-    )
-    scores_RHS = torch.einsum("rhp,srhp->rhs", query_RHP.float(), keys_SRHP.float()) * query_RHP.shape[-1] ** -0.5
-    weights_RHX = torch.cat([lse_RH.float()[..., None], scores_RHS], -1).softmax(-1)
-    columns_RHP = torch.einsum("rhs,srhp->rhp", weights_RHX[..., 1:], values_SRHP.float())
-    return (weights_RHX[..., :1] * mixed_RHP.float() + columns_RHP).to(mixed_RHP.dtype)
+    with torch.autocast(query_RHP.device.type, enabled=False):  # the log-sum-exp is fp32, so must be what joins it
+        keys_SRHP, values_SRHP = (
+            torch.stack([pair[which] for pair in own]).repeat_interleave(repeat, 2).float() for which in (0, 1)
+        )
+        scores_RHS = torch.einsum("rhp,srhp->rhs", query_RHP.float(), keys_SRHP) * query_RHP.shape[-1] ** -0.5
+        weights_RHX = torch.cat([lse_RH.float()[..., None], scores_RHS], -1).softmax(-1)
+        columns_RHP = torch.einsum("rhs,srhp->rhp", weights_RHX[..., 1:], values_SRHP)
+        return (weights_RHX[..., :1] * mixed_RHP.float() + columns_RHP).to(mixed_RHP.dtype)
 
 
 def document_blocks(documents: Documents, row_T: Tensor, num_tokens: int) -> Any:

@@ -16,7 +16,7 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline.heads import recursive
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
-from drafthead.pipeline.heads.build import build_head
+from drafthead.pipeline.heads.build import build_head, check_target
 from drafthead.pipeline.heads.mtp import MTP, MTPOptions
 from drafthead.pipeline.heads.mtp_layouts import LAYOUTS, resolve_layout
 from drafthead.pipeline.heads.recursive import DraftCache, decode_step
@@ -426,6 +426,12 @@ def test_a_fresh_layer_computes_the_targets_last_layer(case: Case, tmp_path: Pat
     torch.testing.assert_close(found_SV, wanted_SV, rtol=1e-3, atol=1e-3)
     assert not head.lm_head.weight.requires_grad
     assert torch.equal(head.lm_head.weight, target.lm_head_VD)
+
+
+@ALL
+def test_each_family_passes_the_checks_before_any_work(case: Case, tmp_path: Path) -> None:
+    """Sizes, names, layout, and the same rotary embedding for transformers and for who reads the config."""
+    check_target(MTPConfig(type="mtp"), V, write_target(tmp_path / "target", case))
 
 
 def test_calibration_undoes_an_uneven_final_norm(tmp_path: Path) -> None:
