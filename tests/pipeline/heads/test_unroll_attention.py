@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from drafthead.pipeline.heads import unroll_attention
 from drafthead.pipeline.heads.unroll_attention import (
     BLOCK,
     all_at_once,
@@ -17,6 +18,8 @@ from drafthead.pipeline.heads.unroll_attention import (
     with_own_columns,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
 
 LENGTHS = {
     "one block": [7, 1, 40],
@@ -159,6 +162,23 @@ def test_no_rows_are_no_output() -> None:
     inputs = make([5, 6])
     nothing = inputs.row_T[:0]
     assert all_at_once(inputs.query_RHP[:0], inputs.base, [], inputs.documents, nothing).shape == (0, 64)
+
+
+def test_packs_of_other_lengths_do_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond eight times torch would give up compiling, and run the kernel's slow definition without a word."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    monkeypatch.setattr(unroll_attention, "_flex", lambda device: compiled)
+    for lengths in (*LENGTHS.values(), [300, 300], [90] * 9, [33], [500, 20, 10, 10]):
+        inputs = make(lengths)
+        torch.testing.assert_close(
+            all_at_once(*inputs.arguments()),  # type: ignore[arg-type]
+            by_document(*inputs.arguments()),  # type: ignore[arg-type]
+            rtol=1e-4,
+            atol=2e-5,
+        )
+    assert counter.frame_count <= 2
 
 
 def test_flex_is_not_chosen_where_it_has_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:
