@@ -1,6 +1,6 @@
 """Bytes a token of stored states by their type, and what each type costs a head in accept length.
 
-    python bench/store.py [--recipe eagle3] [--folder runs/store-bench] [--dtype int8 ...] [--json] [key=value ...]
+    python bench/store.py [--recipe eagle3] [--folder runs/store-bench] [--dtype int8] [--json] [key=value ...]
 
 One head is trained for each type, everything else alike; all are walked over the same held-out answers with the states
 of the first type, since serving has the target's own. How to read the table: bench/README.md.
@@ -43,7 +43,7 @@ SMALL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    runs = {dtype: train_on(dtype, options) for dtype in options.dtype}
+    runs = {dtype: train_on(dtype, options) for dtype in options.dtype or DTYPES}
     exact = next(iter(runs.values()))
     inputs = Inputs.open(exact)
     rows = [measure(dtype, run, exact, inputs) for dtype, run in runs.items()]
@@ -106,9 +106,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe")
     parser.add_argument("--recipe", default="eagle3")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "store-bench", help="for the runs")
-    parser.add_argument(
-        "--dtype", nargs="+", default=list(DTYPES), help="the first is what the others are held against"
-    )
+    parser.add_argument("--dtype", action="append", help="may be repeated; the others are held against the first")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return parser.parse_intermixed_args(argv)
 
