@@ -3,7 +3,8 @@
     drafthead capture runs/eagle3
 
 Notable: only the decoder runs, not the lm_head; layers are read by hooks, so that nothing but the captured states is
-kept; right padding needs no mask, since no real token attends to what comes after it.
+kept; right padding needs no mask, since no real token attends to what comes after it. `capture.backend: vllm` asks an
+engine instead (`capture_vllm.py`).
 """
 
 import os
@@ -24,6 +25,7 @@ from drafthead.data.shards import ShardWriter
 from drafthead.data.store_faults import find_fault
 from drafthead.data.store_format import LastKept, StoreInfo
 from drafthead.eval.states import StateRecorder
+from drafthead.pipeline.capture_vllm import States, VllmStates
 from drafthead.pipeline.cores import fastest_dtype, side_by_side
 from drafthead.pipeline.heads.build import HEADS
 from drafthead.pipeline.progress import progress
@@ -55,40 +57,16 @@ def capture(run: Run) -> dict[str, Any]:
     written = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
     check_disk(folder, info, tokens, last_states, written)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = target.load(compute_dtype(settings.dtype), device)
-    recorder = StateRecorder(model, layers)
     counts: dict[str, Any] = {"layer_ids": layers}
     bad: list[str] = []
-    for split in SPLITS:
-        writer = ShardWriter(folder / split, info, settings.shard_tokens)
-        total = sum(len(row.input_ids) for row in rows[split])
-        left = sum(len(row.input_ids) for row in rows[split] if row.key not in writer.done)
-        gate = FeatureGate(model, target, str(stored).removeprefix("torch."))
-        recorder.share_opening(rows[split][0].input_ids[: common_opening(rows[split])])
-        with progress(total, f"capture {split}", "tok", total - left) as bar:
-            # the batches of an uninterrupted run, whose padding decides the last bits of the states
-            batches = list(length_batches(rows[split], settings.batch_tokens))
-            open_batches = [batch for batch in batches if not writer.done.issuperset(row.key for row in batch)]
-            for batch, states in record_all(recorder, open_batches, device, stored):
-                sound: list[tuple[Row, Tensor]] = []
-                for row, (aux, last) in zip(batch, states, strict=True):
-                    if row.key in writer.done:
-                        continue
-                    reason = find_fault(aux, last, len(row.input_ids))
-                    if reason:
-                        bad.append(f"{row.key} ({reason})")
-                    else:
-                        writer.add(row, aux, last)
-                        sound.append((row, last))
-                    bar.update(len(row.input_ids))
-                if sound:
-                    gate.check(*sound[0])
-        writer.finish()
-        counts[split] = {
-            "rows": len(writer.done),
-            "tokens": sum(len(row.input_ids) for row in rows[split] if row.key in writer.done),
-        }
+    with open_backend(run, layers, stored, max(len(row.input_ids) for row in every)) as backend:
+        for split in SPLITS:
+            writer = ShardWriter(folder / split, info, settings.shard_tokens)
+            bad += capture_rows(backend, rows[split], writer, settings.batch_tokens, f"capture {split}")
+            counts[split] = {
+                "rows": len(writer.done),
+                "tokens": sum(len(row.input_ids) for row in rows[split] if row.key in writer.done),
+            }
     if len(bad) > settings.max_bad_share * len(every):
         raise GateError(
             "FeatureGate",
@@ -97,6 +75,36 @@ def capture(run: Run) -> dict[str, Any]:
         )
     size = sum(path.stat().st_size for path in folder.rglob("shard-*"))
     return {**counts, "bytes_per_token": round(size / max(1, tokens), 1), "bad": bad}
+
+
+def capture_rows(
+    backend: "TransformersStates | VllmStates", rows: list[Row], writer: ShardWriter, batch_tokens: int, what: str
+) -> list[str]:
+    """Write the states of the rows that the store lacks; returns which rows are unusable, and why."""
+    bad: list[str] = []
+    total = sum(len(row.input_ids) for row in rows)
+    left = sum(len(row.input_ids) for row in rows if row.key not in writer.done)
+    backend.begin(rows)
+    with progress(total, what, "tok", total - left) as bar:
+        # the batches of an uninterrupted run, whose padding decides the last bits of the states
+        batches = list(length_batches(rows, batch_tokens))
+        open_batches = [batch for batch in batches if not writer.done.issuperset(row.key for row in batch)]
+        for batch, states in backend.record_all(open_batches):
+            sound: list[tuple[Row, Tensor]] = []
+            for row, (aux, last) in zip(batch, states, strict=True):
+                if row.key in writer.done:
+                    continue
+                reason = find_fault(aux, last, len(row.input_ids))
+                if reason:
+                    bad.append(f"{row.key} ({reason})")
+                else:
+                    writer.add(row, aux, last)
+                    sound.append((row, last))
+                bar.update(len(row.input_ids))
+            if sound:
+                backend.check(*sound[0])
+    writer.finish()
+    return bad
 
 
 def store_info(recipe: Recipe, target: Target) -> StoreInfo:
@@ -132,7 +140,50 @@ def compute_dtype(stored: str) -> torch.dtype:
     return torch.float32 if kept == torch.bfloat16 and fastest_dtype() == "float32" else kept
 
 
-States = list[tuple[Tensor, Tensor]]
+def open_backend(run: Run, layers: list[int], stored: torch.dtype, longest: int) -> "TransformersStates | VllmStates":
+    """What the recipe says is to compute the states; a context manager."""
+    settings = run.recipe.capture
+    compute = compute_dtype(settings.dtype)
+    if settings.backend == "transformers":
+        return TransformersStates(run.target, layers, compute=compute, stored=stored)
+    return VllmStates(
+        run.target,
+        layers,
+        compute=compute,
+        stored=stored,
+        longest=longest,
+        kv_cache_gib=run.recipe.respond.kv_cache_gib,
+        log_path=run.path / "logs" / "capture.log",
+    )
+
+
+class TransformersStates:
+    """The target in this process: with `VllmStates`, the two that capture can ask; a context manager."""
+
+    def __init__(self, target: Target, layers: list[int], *, compute: torch.dtype, stored: torch.dtype):
+        self.target = target
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = target.load(compute, self.device)
+        self.recorder = StateRecorder(self.model, layers)
+        self.stored = stored
+
+    def __enter__(self) -> "TransformersStates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin(self, rows: list[Row]) -> None:
+        """Get ready for a split: what its rows begin with is run once, and the gate looks at its first batch."""
+        self.gate = FeatureGate(self.model, self.target, str(self.stored).removeprefix("torch."))
+        self.recorder.share_opening(rows[0].input_ids[: common_opening(rows)])
+
+    def record_all(self, batches: list[list[Row]]) -> Iterator[tuple[list[Row], States]]:
+        return record_all(self.recorder, batches, self.device, self.stored)
+
+    def check(self, row: Row, last_TD: Tensor) -> None:
+        """Hold a batch's row against the target's logits."""
+        self.gate.check(row, last_TD)
 
 
 def record_all(
@@ -163,9 +214,9 @@ def check_disk(folder: Path, info: StoreInfo, tokens: int, last_states: int, wri
     needed = info.num_bytes(tokens, last_states)
     if needed - written > MOST_OF_DISK * free:
         raise InputError(
-            f"capture: {describe_bytes(info, tokens, last_states)}, but {folder} has {readable(free)} free; use "
-            f"{_smaller(info, tokens, last_states)}fewer prompts (prompts.limit), shorter rows (encode.max_length), or "
-            f"another disk (DRAFTHEAD_CACHE=...)"
+            f"capture: {describe_bytes(info, tokens, last_states)}, but {folder} has {readable(free)} free; compute them "
+            f"while training (capture.mode=online), or use {_smaller(info, tokens, last_states)}fewer prompts "
+            f"(prompts.limit), shorter rows (encode.max_length), or another disk (DRAFTHEAD_CACHE=...)"
         )
 
 

@@ -101,6 +101,12 @@ class VllmStates:
         self.engine.__exit__(*error)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
+    def begin(self, rows: list[Row]) -> None:
+        """Nothing to do: every row is run whole."""
+
+    def check(self, row: Row, last_TD: Tensor) -> None:
+        """Nothing to do: the token that vLLM chose was held against the state of every row as it came."""
+
     def record_all(self, batches: list[list[Row]]) -> Iterator[tuple[list[Row], States]]:
         """States of the batches, in their order: of each row aux [T, A, D] and last [T, D], on the CPU.
 
@@ -133,7 +139,9 @@ class VllmStates:
 
     def _read(self, row: Row, result: Result) -> tuple[Tensor, Tensor]:
         states_TLD = read_states(row, Path(str(result.states_path)))
-        self.gate.check(row, states_TLD[-1, -1], result.token_ids[0])
+        newest_D = states_TLD[-1, -1]
+        if bool(torch.isfinite(newest_D).all()):  # otherwise capture counts the row among the unusable ones
+            self.gate.check(row, newest_D, result.token_ids[0])
         stored_TLD = states_TLD.to(self.stored)
         return stored_TLD[:, self.places], stored_TLD[:, -1].clone()
 

@@ -118,6 +118,8 @@ class CaptureConfig(Section):
     mode: Literal["store", "online"] = "store"
     """`online` computes the states while the head trains and writes none: for when the disk is too small, or each row
     is seen about once. Every epoch and every held-out walk runs the target again."""
+    backend: Literal["transformers", "vllm"] = "transformers"
+    """`vllm` computes the states with the engine that serves, for targets that transformers cannot spread well."""
     dtype: Literal["bfloat16", "float16", "float32", "int8", "fp8"] = "bfloat16"
     """Of the stored states; `int8` and `fp8` (e4m3) take at most half of the disk. The target computes in it (for these
     two in bfloat16), or in float32 on a CPU that multiplies that faster."""
@@ -377,6 +379,11 @@ class Recipe(Section):
             raise ValueError(
                 f"capture.dtype={self.capture.dtype}: made smaller for the disk, and capture.mode=online writes "
                 f"nothing; set capture.dtype=bfloat16"
+            )
+        if self.capture.mode == "online" and self.capture.backend == "vllm":
+            raise ValueError(
+                "capture.backend=vllm: capture.mode=online runs the target in the training process; set "
+                "capture.mode=store, or capture.backend=transformers"
             )
         return self
 

@@ -41,7 +41,9 @@ def _encode_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _capture_settings(recipe: Recipe) -> dict[str, Any]:
-    return {**recipe.capture.model_dump(include={"dtype", "aux_layers"}), "last": last_kept(recipe)}
+    """`backend` came later: transformers, from which vLLM differs in the last bits, changes no key."""
+    names = {"dtype", "aux_layers"} | ({"backend"} if recipe.capture.backend == "vllm" else set())
+    return {**recipe.capture.model_dump(include=names), "last": last_kept(recipe)}
 
 
 def _train_settings(recipe: Recipe) -> dict[str, Any]:

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafthead.data.encoding import Row
+from drafthead.data.encoding import Row, write_rows
 from drafthead.data.errors import GateError, InputError
+from drafthead.data.shards import Store
 from drafthead.eval.engine import Engine, EngineConfig, Request, is_available
 from drafthead.eval.states import StateRecorder
+from drafthead.pipeline.capture import capture
 from drafthead.pipeline.capture_vllm import TokenGate, VllmStates, extraction_settings, read_states
+from drafthead.pipeline.recipe import load_recipe
+from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import Target, open_target
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.conftest import MakeRun
 
 serve = [pytest.mark.serve, pytest.mark.skipif(not is_available(), reason="vllm is not installed")]
 
@@ -117,6 +123,28 @@ class TestBackend:
     def test_nothing_is_left_in_the_scratch_folder(self, states: VllmStates) -> None:
         list(states.record_all([make_rows([5, 9])]))
         assert list(states.scratch.iterdir()) == []
+
+
+@pytest.mark.serve
+@pytest.mark.skipif(not is_available(), reason="vllm is not installed")
+def test_the_stage_stores_what_it_stores_without_vllm(
+    make_run: MakeRun, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"train": make_rows(LENGTHS[2:]), "heldout": make_rows([9, 40])}
+    for split, some in rows.items():
+        write_rows(tmp_path / "encode" / f"{split}.parquet", some)
+    monkeypatch.setattr(Run, "input", lambda self, name: tmp_path / name)
+    monkeypatch.setattr(Run, "folder", lambda self, name: self.path / name)
+    overrides = ["capture.dtype=float32", "capture.shard_tokens=256", "respond.kv_cache_gib=1"]
+    plain, served = make_run("plain", *overrides), make_run("served", *overrides, "capture.backend=vllm")
+    assert plain.key("capture") != served.key("capture")
+    assert capture(served) == capture(plain)
+    for split, some in rows.items():
+        stores = [Store(run.path / "capture" / split) for run in (plain, served)]
+        for row in some:
+            (aux, last), (served_aux, served_last) = (store.get(row.key) for store in stores)
+            assert_close(served_aux, aux)
+            assert_close(served_last, last)
 
 
 @pytest.mark.parametrize("step_tokens", [64, 4096], ids=["chunked", "one-shot"])
@@ -239,3 +267,10 @@ def test_a_row_that_leaves_no_room_for_a_token(target: Target, tmp_path: Path) -
             kv_cache_gib=1,
             log_path=tmp_path / "vllm.log",
         )
+
+
+def test_states_that_training_computes_itself_do_not_come_from_vllm() -> None:
+    with pytest.raises(
+        InputError, match=r"capture\.backend=vllm: capture\.mode=online runs the target in the training"
+    ):
+        load_recipe("smoke/eagle3", ["capture.mode=online", "capture.backend=vllm"])
