@@ -51,7 +51,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     tokens, last_states = most_states(recipe, prompts)
     on_gpu = torch.cuda.is_available()
     size = num_parameters(recipe, target)
-    disk = info.num_bytes(tokens, last_states)
+    layers_disk, disk = (info.num_bytes(tokens, last) if writes_states(recipe) else 0 for last in (0, last_states))
     free = shutil.disk_usage(existing(cache_dir())).free
     run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
     seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], answers, tokens)
@@ -71,7 +71,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "parameters": size,
         "disk": {
             "states_gb": round(disk / 1e9, 2),
-            "layers_gb": round(info.num_bytes(tokens, 0) / 1e9, 2),
+            "layers_gb": round(layers_disk / 1e9, 2),
             "last_states": last_states,
             "dtype": info.dtype,
             "bytes_per_token": round(disk / tokens, 1),
@@ -92,6 +92,10 @@ def most_states(recipe: Recipe, prompts: int) -> tuple[int, int]:
     return tokens, tokens if last_kept(recipe) == "all" else min(tokens, prompts * (answer + LAST_LEAD))
 
 
+def writes_states(recipe: Recipe) -> bool:
+    return recipe.capture.mode == "store"
+
+
 def check_states(recipe: Recipe, target: Target) -> None:
     """Refuse, before any work, a run whose states would not fit on the disk if every answer is as long as it may be.
 
@@ -102,7 +106,7 @@ def check_states(recipe: Recipe, target: Target) -> None:
     """
     prompts, exact = count_prompts(recipe)
     run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
-    if exact and not run.is_finished("capture"):
+    if exact and writes_states(recipe) and not run.is_finished("capture"):
         check_disk(cache_dir(), store_info(recipe, target), *most_states(recipe, prompts))
 
 

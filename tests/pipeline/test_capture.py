@@ -323,9 +323,15 @@ def test_states_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, monk
     message = str(refused.value)
     assert "1,966,080,000 tokens x 3 layers x 5,760 bytes = 34.0 TB, with 1,966,080,000 last states 45.3 TB" in message
     assert "1.0 TB free" in message
-    for remedy in ("capture.dtype=int8: 22.7 TB", "prompts.limit", "encode.max_length", "DRAFTHEAD_CACHE"):
+    for remedy in (
+        "capture.mode=online",
+        "capture.dtype=int8: 22.7 TB",
+        "prompts.limit",
+        "encode.max_length",
+        "DRAFTHEAD_CACHE",
+    ):
         assert remedy in message
-    with pytest.raises(InputError, match=r"2,882 bytes = 17\.0 TB.* free; use fewer prompts"):
+    with pytest.raises(InputError, match=r"2,882 bytes = 17\.0 TB.*online\), or use fewer prompts"):
         check_disk(tmp_path, wide_info([2, 12, 21], "int8"), tokens, tokens)
 
 
