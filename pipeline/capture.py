@@ -214,8 +214,8 @@ def check_disk(folder: Path, info: StoreInfo, tokens: int, last_states: int, wri
     needed = info.num_bytes(tokens, last_states)
     if needed - written > MOST_OF_DISK * free:
         raise InputError(
-            f"capture: {describe_bytes(info, tokens, last_states)}, but {folder} has {readable(free)} free; compute them "
-            f"while training (capture.mode=online), or use {_smaller(info, tokens, last_states)}fewer prompts "
+            f"capture: {describe_bytes(info, tokens, last_states)}, but {folder} has {readable(free)} free; compute "
+            f"them while training (capture.mode=online), or use {_smaller(info, tokens, last_states)}fewer prompts "
             f"(prompts.limit), shorter rows (encode.max_length), or another disk (DRAFTHEAD_CACHE=...)"
         )
 
