@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from conftest import CommandLine
 from drafthead.data.encoding import read_rows
 from drafthead.pipeline.run_dir import Run
+
+from tests.conftest import CommandLine
 
 CHATS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]},
