@@ -5,6 +5,7 @@ says of them.
 """
 
 import filecmp
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def mtp_failures(export: Export) -> list[Failure]:
         *_rope_failures(config, export, options.layout),
         *speculative_failures(config, export.folder, "mtp", "vLLM would guess", has_model=False),
         *_index_failures(stitched),
+        *_further_file_failures(stitched, target),
     ]
     trained = _expected_shapes(target, options)
     present = {name: stitched.tensor(name) for name in trained if stitched.has(name)}
@@ -122,7 +124,8 @@ def _config_failures(config: dict[str, Any], target: Target, layout: str) -> Ite
         return  # _rope_failures names it
     checked = FIXED.keys() | set(ROPE) if layout == "mimo" else set()
     for name in sorted((wanted.keys() | config.keys()) - checked - {"drafthead", *LEFT_OUT}):
-        if config.get(name) != wanted.get(name):
+        # as text: 64.0 equals 64, but no server takes it for a size
+        if json.dumps(config.get(name), sort_keys=True) != json.dumps(wanted.get(name), sort_keys=True):
             yield export_failure(name, f"is {config.get(name)!r}, must be {wanted.get(name)!r}, as the target has it")
 
 
@@ -163,6 +166,13 @@ def _index_failures(stitched: Stitched) -> Iterator[Failure]:
         yield export_failure(name, f"lies in {files}: vLLM reads all of them and the last one counts")
     for name in sorted(counts.keys() - stitched.weight_map.keys()):
         yield export_failure(name, f"is not in {INDEX}, though its file is: vLLM would read it")
+
+
+def _further_file_failures(stitched: Stitched, target: Target) -> Iterator[Failure]:
+    """Weights beside those that the index names, but for files of the target that no index names either."""
+    for path in sorted(stitched.folder.glob("*.safetensors")):
+        if path.name not in stitched.held and not (target.path / path.name).exists():
+            yield export_failure(path.name, f"must be left out: {INDEX} does not name it, and some loaders read it")
 
 
 def _expected_shapes(target: Target, options: MTPOptions) -> dict[str, tuple[int, ...]]:

@@ -249,6 +249,7 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "null": (lambda c: c.update(pad_token_id=None), "pad_token_id"),
     "sliding window": (lambda c: c.update(use_sliding_window=True), "use_sliding_window"),
     "untied": (lambda c: c.update(tie_word_embeddings=False), "tie_word_embeddings"),
+    "a size with a point": (put(hidden_size=float(D)), "hidden_size"),
     "layers": (lambda c: c.update(num_hidden_layers=3), "num_hidden_layers"),
     "key-value heads": (lambda c: c.pop("num_key_value_heads"), "num_key_value_heads"),
     "norm epsilon": (lambda c: c.update(rms_norm_eps=1e-5), "rms_norm_eps"),
@@ -371,6 +372,11 @@ def test_a_change_to_the_target_is_named(export: Path, target: Path, fault: str)
     }
     change_tensors(export, changes[fault], Target(target).tensor_files[name].name)
     assert fields(preflight(export, target)) == {name}
+
+
+def test_weights_beside_the_index_are_named(export: Path, target: Path) -> None:
+    save_file({PREFIX + "input_proj.weight": torch.randn(D, 2 * D)}, export / "consolidated.safetensors")
+    assert fields(preflight(export, target)) == {"consolidated.safetensors"}
 
 
 def test_a_copy_of_a_shard_is_as_good_as_a_link(export: Path, target: Path) -> None:
