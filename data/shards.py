@@ -282,7 +282,6 @@ class ShardFiles:
         if self.info.dtype not in CODES:
             return found
         scale: Tensor = self.open(shard).get_slice(f"{name}_scale")[window]
-        # rows of [S * A, D] and channels of [A, D]: the layers take turns
         channel = self._channel(shard, name)
         if name == "last":
             return Quantized(found, scale, channel).widen()

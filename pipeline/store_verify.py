@@ -92,9 +92,10 @@ def _copies(store: Store, faults: Faults) -> Faults:
     seen: dict[bytes, str] = {}
     found: Faults = {}
     for row_id in store.ids():
-        if row_id in faults or not store.kept_last(row_id).numel():
+        kept_LD = store.kept_last(row_id)
+        if row_id in faults or not len(kept_LD):
             continue
-        states = store.kept_last(row_id).contiguous().view(torch.uint8).numpy().tobytes()
+        states = kept_LD.contiguous().view(torch.uint8).numpy().tobytes()
         first = seen.setdefault(hashlib.blake2b(states, digest_size=16).digest(), row_id)
         if first != row_id and store.token_ids(first) != store.token_ids(row_id):
             found[row_id] = f"duplicate: the states of {first}, whose tokens are others"
@@ -143,8 +144,9 @@ def predicted_shares(store: Store, target: Target, row_ids: list[str]) -> dict[s
         next_N += [ids[position + 1] for position in chosen]
         states_ND.append(store.kept_last(row_id)[[position - first for position in chosen]])
     hits: dict[str, list[bool]] = {}
-    for start in range(0, len(owner_N), BATCH):
-        wide = torch.cat(states_ND)[start : start + BATCH].float()
+    batches = torch.cat(states_ND).split(BATCH) if owner_N else ()
+    for start, batch in zip(range(0, len(owner_N), BATCH), batches, strict=True):
+        wide = batch.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm_D
         guess_N = (normed.to(head_DV.dtype) @ head_DV).argmax(-1).tolist()
         for row_id, guess, wanted in zip(owner_N[start:], guess_N, next_N[start:], strict=False):
