@@ -91,9 +91,9 @@ def _copies(store: Store, faults: Faults) -> Faults:
     """Rows whose states another row has too, though its tokens are others."""
     seen: dict[bytes, str] = {}
     found: Faults = {}
-    for row_id in store.ids():
+    for row_id in (one for one in store.ids() if one not in faults):
         kept_LD = store.kept_last(row_id)
-        if row_id in faults or not len(kept_LD):
+        if not len(kept_LD):
             continue
         states = kept_LD.contiguous().view(torch.uint8).numpy().tobytes()
         first = seen.setdefault(hashlib.blake2b(states, digest_size=16).digest(), row_id)
