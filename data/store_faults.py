@@ -142,7 +142,7 @@ def _remembered(folder: Path) -> Iterator[dict[str, list[int]]]:
     known = dict(before)
     yield known
     if known != before:
-        with contextlib.suppress(PermissionError):  # a store that others own is read again
+        with contextlib.suppress(OSError):  # a store that cannot be written to is read again
             write_json(path, known)
 
 
