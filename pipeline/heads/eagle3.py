@@ -136,7 +136,7 @@ def check_last_layer(target: Target) -> None:
     """
     config, shapes = target.config, target.last_layer_shapes()
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-    wanted = {
+    wanted: dict[str, tuple[int, ...]] = {
         f"self_attn.{part}_proj.weight": (count * target.head_dim, target.hidden_size) for part, count in heads.items()
     }
     wanted["input_layernorm.weight"] = (target.hidden_size,)

@@ -165,7 +165,8 @@ def _flex(device: str) -> Callable[..., Any]:
     """Compiled on CUDA; elsewhere as it is, which serves tests."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    attend: Callable[..., Any] = flex_attention
+    return torch.compile(attend, dynamic=True) if device == "cuda" else attend
 
 
 @functools.cache
