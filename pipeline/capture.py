@@ -126,7 +126,7 @@ def last_kept(recipe: Recipe) -> LastKept:
     """Which positions keep the last state: what the head reads, and all where prompts are learned from too."""
     module, _ = HEADS[recipe.head.type]
     reads: LastKept = module.reads_last
-    return "all" if recipe.train.context_weight else reads
+    return "all" if recipe.capture.last == "all" or recipe.train.context_weight else reads
 
 
 def template_hash(target: Target, template_kwargs: dict[str, Any]) -> str:

@@ -126,6 +126,8 @@ class CaptureConfig(Section):
     max_bad_share: float = Field(default=0.01, ge=0, lt=1)
     """Rows whose states cannot be used are left out and counted; above this share of all rows capture and training
     stop."""
+    last: Literal["read", "all"] = "read"
+    """Last states of those positions that the head reads, or of all: one store for heads of every type."""
     aux_layers: list[int] | None = None
     """Layer ids (state ENTERING that layer); (2, N // 2, N - 3) unless given. `[]` where only the last state is read
     (Medusa, MTP)."""
