@@ -28,7 +28,7 @@ LAUNCHES = (
 
 
 def test_unknown_launch_names_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"zero4: no such launch; give one of ddp, single, zero1"):
+    with pytest.raises(InputError, match=r"zero4: no such launch; give one of ddp, multi_node, "):
         launch_command("zero4", "toy_worker", [])
 
 
