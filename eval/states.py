@@ -70,7 +70,8 @@ class StateRecorder:
         if not ids:
             return
         with torch.inference_mode():
-            cache = self.decoder(input_ids=self._batch([ids]), use_cache=True).past_key_values
+            output = self.decoder(input_ids=self._batch([ids]), use_cache=True)
+        cache = getattr(output, "past_key_values", None)  # recurrent families name theirs otherwise
         if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
             keys_values = [(layer.keys, layer.values) for layer in cache.layers]
             self.opening = Opening(ids=ids, keys_values=keys_values, aux_PAD=self.aux()[0], last_PD=self.last()[0])

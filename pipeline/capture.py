@@ -21,13 +21,14 @@ from drafthead.data.encoding import Row, common_opening, read_rows
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import digest, sha256_of
 from drafthead.data.quantize import CODES, read_dtype, vector_bytes
-from drafthead.data.shards import ShardWriter
+from drafthead.data.shards import ShardWriter, Store
 from drafthead.data.store_faults import find_fault
 from drafthead.data.store_format import LastKept, StoreInfo
 from drafthead.eval.states import StateRecorder
 from drafthead.pipeline.capture_vllm import States, VllmStates
 from drafthead.pipeline.cores import fastest_dtype, side_by_side
 from drafthead.pipeline.heads.build import HEADS
+from drafthead.pipeline.on_policy import measure_on_policy, show_on_policy
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.respond import SPLITS
@@ -73,6 +74,8 @@ def capture(run: Run) -> dict[str, Any]:
             "states",
             f"{len(bad)} rows are unusable, for instance {bad[0]}; capture.max_bad_share={settings.max_bad_share:g}",
         )
+    counts["on_policy"] = measure_on_policy(target, rows["train"], Store(folder / "train"))
+    show_on_policy(counts["on_policy"])
     size = sum(path.stat().st_size for path in folder.rglob("shard-*"))
     return {**counts, "bytes_per_token": round(size / max(1, tokens), 1), "bad": bad}
 
