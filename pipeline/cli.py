@@ -134,6 +134,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("store", type=Path, metavar="DIR", help="a store, a capture folder, or a run")
     verify.add_argument("--target", help="also hold the states against this target")
 
+    _add_metrics(commands)
+    _add_vocab_check(commands)
     _add(commands, "doctor", "examine this machine and the installation", run_doctor)
     return parser.parse_args(argv)
 
@@ -143,6 +145,26 @@ def _add(commands: Any, name: str, text: str, command: Callable[[argparse.Namesp
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(command=command)
     return parser
+
+
+def _add_metrics(commands: Any) -> None:
+    metrics = _add(commands, "metrics", "what a running vLLM accepts, from its counters or its log", run_metrics)
+    metrics.epilog = "example: drafthead metrics --url http://host:8000/metrics --expect runs/eagle3"
+    source = metrics.add_mutually_exclusive_group()
+    source.add_argument("--url", help="a server's metrics; http://localhost:8000/metrics unless given")
+    source.add_argument("--log", type=Path, metavar="FILE", help="its log instead, all lines pooled by counts")
+    held = metrics.add_mutually_exclusive_group()
+    held.add_argument("--expect", type=Path, metavar="DIR", help="exit 1 on drift from this run's or export's rates")
+    looks = "rates since the last look (every 5 s), until Ctrl-C"
+    held.add_argument("--watch", type=_seconds, nargs="?", const=5.0, metavar="SECONDS", help=looks)
+    metrics.add_argument("--tolerance", type=_share, default=0.05, help="smaller differences are no drift (0.05)")
+
+
+def _add_vocab_check(commands: Any) -> None:
+    check = _add(commands, "vocab-check", "can this draft model serve this target, by its vocabulary?", run_vocab_check)
+    check.epilog = "example: drafthead vocab-check --target /models/Qwen3-8B --draft /models/Qwen3-0.6B"
+    check.add_argument("--target", required=True, metavar="DIR", help="the target's folder")
+    check.add_argument("--draft", required=True, metavar="DIR", help="the draft model's folder")
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -159,12 +181,24 @@ def _positive(text: str) -> int:
 
 
 def _temperature(text: str) -> float:
+    return _number(text, "a number from 0 on (0 is greedy)", lambda value: 0 <= value < float("inf"))
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "a number of seconds above 0", lambda value: 0 < value < float("inf"))
+
+
+def _share(text: str) -> float:
+    return _number(text, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def _number(text: str, what: str, is_good: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 on (0 is greedy)")
+        value = float("nan")  # which is never good
+    if not is_good(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: {what}")
     return value
 
 
@@ -361,6 +395,30 @@ def _inspect_file(arguments: argparse.Namespace) -> tuple[Any, Any]:
         only=arguments.row,
     )
     return template, inspection
+
+
+def run_metrics(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.metrics import measure, open_source, render, render_look, watch
+
+    source = open_source(arguments.url, arguments.log)
+    if arguments.watch:
+        # Ctrl-C is how a watch ends
+        with contextlib.suppress(KeyboardInterrupt):
+            for look in watch(source, arguments.watch):
+                _print(arguments, look, render_look(look))
+                sys.stdout.flush()
+        return 0
+    report = measure(source, arguments.expect, arguments.tolerance)
+    _print(arguments, report, render(report))
+    return 0 if report.get("ok", True) else 1
+
+
+def run_vocab_check(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.vocab_check import check_vocabularies, render
+
+    report = check_vocabularies(arguments.target, arguments.draft)
+    _print(arguments, report, render(report))
+    return 0 if report["ok"] else 1
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
