@@ -8,9 +8,10 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ STAGE_HELP = {
     "export": "write what vLLM loads (or: export preflight DIR --target DIR)",
     "serve-check": "serve with real vLLM and compare with the prediction",
 }
+
+PLAN_EXAMPLES = """\
+A round over k draft tokens costs 1 + k * (draft-cost + row-cost) plain target steps. k = 0 in the answer: do not
+speculate. (What a run would do is `drafthead run RECIPE --plan`.)
+
+  drafthead plan --conditional 0.8,0.6,0.5 --draft-cost 0.1 --row-cost 0.35
+  drafthead plan runs/eagle3 --draft-cost 0.05 --row-cost-by-batch 1:0.02,8:0.1,64:0.6
+  drafthead plan runs/eagle3 --draft-cost 0.05 --device h100-sxm
+"""
 
 
 def main() -> None:
@@ -84,6 +94,8 @@ def quiet_libraries() -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     if argv[:2] == ["export", "preflight"]:  # `export` takes a run, `export preflight` a folder
         argv = ["export-preflight", *argv[2:]]
+    if argv[:1] == ["plan"]:  # argparse takes -0.1,0.5 for an option; it is a value that we refuse ourselves
+        argv = re.sub(r"\0(?=-[\d.])", "=", "\0".join(argv)).split("\0")
     if argv[:1] == ["run"]:  # argparse takes no overrides after an option
         argv = ["run", *sorted(argv[1:], key=lambda word: not word.startswith("-"))]
     parser = argparse.ArgumentParser(
@@ -113,6 +125,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     _add_prompt_options(compare)
     compare.add_argument("--out", type=Path, metavar="DIR", help="for compare.json and the plot; runs/compare")
+
+    _add_plan(commands)
 
     preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
@@ -145,6 +159,28 @@ def _add(commands: Any, name: str, text: str, command: Callable[[argparse.Namesp
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(command=command)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _add(
+        commands, "plan", "how many draft tokens to serve with, by batch size, or that it does not pay", run_plan
+    )
+    plan.formatter_class = argparse.RawDescriptionHelpFormatter
+    plan.epilog = PLAN_EXAMPLES
+    plan.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="take its measured rates and costs, or:")
+    plan.add_argument("--conditional", metavar="R,R,...", help="share kept of each draft position that was reached")
+    plan.add_argument("--draft-cost", metavar="C", help="of proposing one token, in plain target steps")
+    plan.add_argument("--row-cost", metavar="C", help="of one more token in the target's pass, in plain target steps")
+    plan.add_argument("--row-cost-by-batch", metavar="B:C,...", help="the same at several batch sizes")
+    plan.add_argument("--device", metavar="NAME", help="or by the roofline model, for instance h100-sxm")
+    plan.add_argument("--target", metavar="DIR", help="whose passes --device runs, where no run is given")
+    plan.add_argument("--context", metavar="N", help="tokens of a request on --device (1024)")
+    plan.add_argument(
+        "--max-k", metavar="N", help="largest k to consider; behind the given rates the last is held, and marked so"
+    )
+    plan.add_argument(
+        "--trace", type=Path, metavar="FILE", help='also simulate adaptive k; JSONL of {"k": 5, "accepted": [3, 0]}'
+    )
 
 
 def _add_metrics(commands: Any) -> None:
@@ -325,6 +361,20 @@ def run_compare(arguments: argparse.Namespace) -> int:
     with _output_of_stages_to_stderr():
         report = compare(runs, options, out)
     _print(arguments, report, render_comparison(report))
+    return 0
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.advise import AdviceOptions, advise
+    from drafthead.pipeline.advise_table import render_advice
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    run = None if arguments.run_dir is None else open_run(arguments.run_dir, STAGES, [])
+    options = AdviceOptions(**{one.name: getattr(arguments, one.name) for one in fields(AdviceOptions)})
+    with _output_of_stages_to_stderr():
+        advice = advise(options, run)
+    _print(arguments, advice, render_advice(advice))
     return 0
 
 
