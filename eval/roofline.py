@@ -2,7 +2,8 @@
 
 A pass takes the longer of two times: reading weights and caches from memory, and the arithmetic of all its tokens.
 Launches, communication, sampling and drafting are not in it, so speed-ups by it are upper bounds: measure before
-serving.
+serving. Tensor parallelism divides both times alike, so one device stands for several; whether all fits into its memory
+is not asked.
 """
 
 from collections.abc import Mapping

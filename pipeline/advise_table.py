@@ -35,9 +35,8 @@ def describe_costs(advice: dict[str, Any]) -> str:
     if "row_cost_by_batch" in advice:
         rows = ", ".join(f"{cost:g} at batch {batch}" for batch, cost in advice["row_cost_by_batch"].items())
         return f"{draft}; for its row {rows}; linear between"
-    return (
-        f"{draft}; context {advice['context']}; compute-bound above {advice['compute_bound_tokens']:.0f} tokens a pass"
-    )
+    crossover = f"without caches compute-bound above {advice['compute_bound_tokens']:.0f} tokens a pass"
+    return f"{draft}; context {advice['context']}; {crossover}"
 
 
 def table_lines(advice: dict[str, Any]) -> list[str]:

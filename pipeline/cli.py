@@ -174,7 +174,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--row-cost-by-batch", metavar="B:C,...", help="the same at several batch sizes")
     plan.add_argument("--device", metavar="NAME", help="or by the roofline model, for instance h100-sxm")
     plan.add_argument("--target", metavar="DIR", help="whose passes --device runs, where no run is given")
-    plan.add_argument("--context", metavar="N", help="tokens of a request on --device (1024)")
+    plan.add_argument("--context", metavar="N", help="tokens of a request, whose cache --device reads (1024)")
     plan.add_argument(
         "--max-k", metavar="N", help="largest k to consider; behind the given rates the last is held, and marked so"
     )
