@@ -17,8 +17,8 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
-    """24 prompts of at most 110 + 24 tokens, on a target 64 wide."""
-    return load_recipe("smoke/eagle3", [f"run.dir={tmp_path}", *overrides])
+    """24 prompts of at most 110 + 24 tokens, on a target 64 wide; with a seed of which no states are in the cache."""
+    return load_recipe("smoke/eagle3", [f"run.dir={tmp_path}", "run.seed=77", "capture.last=read", *overrides])
 
 
 @pytest.mark.usefixtures("cache", "small_disk")
