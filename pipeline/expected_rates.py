@@ -39,10 +39,13 @@ def read_expected(path: Path, k: int) -> Expected:
 def _of_run(path: Path) -> list[Expected]:
     served, evaluated = path / "serve-check" / "report.json", path / "eval" / "report.json"
     found = []
-    if served.is_file():
-        found += [_of_report(one["served"], f"{served}, served") for one in read_json(served)["by_k"].values()]
-    if evaluated.is_file():
-        found.append(_of_report(read_json(evaluated), str(evaluated)))
+    try:
+        if served.is_file():
+            found += [_of_report(one["served"], f"{served}, served") for one in read_json(served)["by_k"].values()]
+        if evaluated.is_file():
+            found.append(_of_report(read_json(evaluated), str(evaluated)))
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"--expect {path}: its reports lack the rates; run `drafthead eval {path}` again") from None
     return [one for one in found if one.drafts]
 
 

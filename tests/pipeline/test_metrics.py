@@ -144,6 +144,14 @@ def test_without_a_served_check_the_evaluation_counts(tmp_path: Path) -> None:
     assert (expected.drafts, expected.per_position) == (1000, [0.6, 0.4, 0.2])
 
 
+@pytest.mark.parametrize("text", ["[]", '{"by_k": {"3": {}}}', '{"by_k": []}', "{"])
+def test_reports_that_are_none_are_named(tmp_path: Path, text: str) -> None:
+    make_run(tmp_path, {3: [700, 500, 300]}, [600, 400, 200])
+    (tmp_path / "serve-check" / "report.json").write_text(text)
+    with pytest.raises(InputError, match=str(tmp_path)):
+        read_expected(tmp_path, 3)
+
+
 def test_an_export_alone_has_its_card(tmp_path: Path) -> None:
     evaluated = {**from_counters(1234, [617, 300, 123]), "mean_of_requests_acceptance_length": 1.8}
     served = {"ok": True, "predicted": from_counters(9, [8, 7, 6]), "served": from_counters(9, [8, 7, 6])}
