@@ -7,13 +7,14 @@ import json
 import multiprocessing
 import os
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from drafthead.pipeline.cli import quiet_libraries
 from drafthead.pipeline.recipe import load_recipe
 from drafthead.pipeline.run_dir import Run, create_run
@@ -32,6 +33,20 @@ MakeRun = Callable[..., Run]
 def _one_thread() -> None:
     """Tests use tiny tensors, for which a second thread of torch only waits, badly so on a busy machine."""
     torch.set_num_threads(1)
+
+
+def reset_accelerator() -> None:
+    """Accelerate keeps its settings in class variables; each training of a process needs new ones."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """For tests that train in this process."""
+    reset_accelerator()
+    yield
+    reset_accelerator()
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,11 @@
 """Medusa-2: the target trained with the heads, written as a folder of its own, and served in the place of the first."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from drafthead.data.batches import load_pack, supervised_slots
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
@@ -26,20 +24,14 @@ from drafthead.pipeline.target import Target
 from drafthead.pipeline.train_inputs import Inputs
 from safetensors.torch import load_file
 
+from tests.conftest import reset_accelerator
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
 SMOKE = "smoke/medusa"
 BEFORE_TRAINING = ("prompts", "respond", "encode", "draft-vocab", "capture")
 LORA = "head.lora={rank: 4, alpha: 8, learning_rate: 0.002}"
 SETTINGS = LoraConfig(rank=4, alpha=8)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings in class variables; each loop of a process needs new ones."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -131,15 +123,13 @@ def test_resumed_equals_uninterrupted(make: Any, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(train_loop, "save_checkpoint", save_and_die)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        reset_accelerator()
         with pytest.raises(Killed):
             training.work(killed)
     held = load_file(killed.path / "train" / "checkpoints" / "step-00000002" / "model.safetensors")
     assert any("lora_B" in name for name in held)
     assert not any("embed_tokens" in name or "base_layer" in name for name in held), "the target is on disk already"
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset_accelerator()
     training.work(killed)
     logs = [
         [(row["step"], row["loss"]) for row in read_jsonl(run.path / "train" / "log.jsonl") if "loss" in row]

@@ -1,11 +1,9 @@
 """`capture.mode: online`: the head of stored states, without any on the disk."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_jsonl
 from drafthead.pipeline import train as training
@@ -14,18 +12,12 @@ from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.train_inputs import Inputs, loader_of
 from safetensors.torch import load_file
 
+from tests.conftest import reset_accelerator
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
 ALONE = ("capture.batch_tokens=1", "train.tokens=3k", "train.batch_tokens=256", "train.depth=2", "train.log_every=1")
 STAGES = ("prompts", "respond", "encode", "draft-vocab", "capture")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings in class variables; each loop of a process needs new ones."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def ready(make_run: Any, name: str, *overrides: str) -> Run:
@@ -48,8 +40,7 @@ def test_the_same_losses_as_with_stored_states(
     runs = [ready(make_run, mode, *ALONE, f"capture.mode={mode}") for mode in ("store", "online")]
     for run in runs:
         training.work(run)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        reset_accelerator()
     stored, online = runs
     assert losses(stored) == losses(online)
     assert len(losses(online)) > 5

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from drafthead.data.batches import load_pack, plan_epoch, plan_steps, supervised_slots
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
@@ -38,7 +37,9 @@ from drafthead.pipeline.train_log import Tally
 from safetensors.torch import load_file
 from torch import Tensor
 
-pytestmark = pytest.mark.slow
+from tests.conftest import reset_accelerator
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
 MakeRun = Any
 C17 = (
     "train.tokens=6k",
@@ -53,16 +54,6 @@ C17 = (
 
 class Killed(BaseException):
     """Stands for a kill at a place that a test chooses."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings in class variables; each loop of a process needs new ones."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -142,8 +133,7 @@ def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyP
     (checkpoints / "step-00000012").mkdir()
     (checkpoints / "step-00000012" / "model.safetensors").write_bytes(b"half")
     shutil.copytree(checkpoints / "step-00000008", checkpoints / ".step-00000012.part")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset_accelerator()
     monkeypatch.setattr(train_loop, "save_checkpoint", save)
     training.work(killed)
 
@@ -283,8 +273,7 @@ def test_accumulation_equals_one_batch_of_the_same_rows(context_weight: float, r
         norm = train_step.take_step(accelerator, model, optimizer, loaded, inputs, total, settings, tally, threads)
         gradients = {name: before[name] - tensor for name, tensor in head.state_dict().items()}
         found.append((tally.metrics()["loss"], norm, gradients))
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        reset_accelerator()
     *accumulated, (loss_one, norm_one, gradients_one) = found
     assert norm_one > 0
     for loss, norm, gradients in accumulated:
