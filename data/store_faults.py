@@ -35,8 +35,9 @@ def find_fault(aux_TAD: Tensor, last_LD: Tensor, length: int, last_length: int |
     """
     if len(aux_TAD) != length:
         return f"short: {len(aux_TAD)} states for {length} tokens"
-    if len(last_LD) != (length if last_length is None else last_length):
-        return f"short: {len(last_LD)} last states for {length if last_length is None else last_length} tokens"
+    wanted = length if last_length is None else last_length
+    if len(last_LD) != wanted:
+        return f"short: {len(last_LD)} last states for {wanted} tokens"
     for name, states_TLD in (("aux", aux_TAD), ("last", last_LD[:, None])):
         if not bool(torch.isfinite(states_TLD).all()):
             return f"{name} holds NaN or infinity"
