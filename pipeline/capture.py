@@ -33,14 +33,13 @@ from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.state_logits import LOGIT_TOLERANCE, StateLogits
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
 MOST_OF_DISK = 0.95
 MAX_WORKERS = 8
 """Batches in flight on a CPU; each holds its states."""
-LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 5e-3}
-"""Largest |difference| / largest |logit|; the half types round the stored state itself."""
 
 
 def capture(run: Run) -> dict[str, Any]:
@@ -253,9 +252,7 @@ class FeatureGate:
     def __init__(self, model: Any, target: Target, dtype: str):
         self.model = model
         self.dtype = dtype
-        self.norm_D = target.final_norm_D.float()
-        self.head_VD = target.lm_head_VD.float()
-        self.eps = float(target.config.rms_norm_eps)
+        self.logits = StateLogits(target)
         self.batches = 0
 
     def check(self, row: Row, last_TD: Tensor) -> None:
@@ -270,9 +267,8 @@ class FeatureGate:
         ids = torch.tensor([row.input_ids], device=self.model.device)
         with torch.inference_mode():
             own_QV = self.model(input_ids=ids, use_cache=False, logits_to_keep=4).logits[0].float().cpu()
-        state = last_TD[len(row.input_ids) - len(own_QV) : len(row.input_ids)].float().cpu()
-        normed = state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_D
-        difference = (normed @ self.head_VD.T - own_QV).abs().max() / own_QV.abs().max()
+        state_QD = last_TD[len(row.input_ids) - len(own_QV) : len(row.input_ids)].cpu()
+        difference = (self.logits(state_QD) - own_QV).abs().max() / own_QV.abs().max()
         if not difference <= LOGIT_TOLERANCE[self.dtype]:
             raise GateError(
                 "FeatureGate",

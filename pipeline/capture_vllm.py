@@ -16,6 +16,7 @@ import torch
 from drafthead.data.encoding import Row
 from drafthead.data.errors import GateError, InputError
 from drafthead.eval.engine import Engine, EngineConfig, Request, Result, is_available
+from drafthead.pipeline.state_logits import LOGIT_TOLERANCE, StateLogits
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,8 +25,6 @@ States = list[tuple[Tensor, Tensor]]
 
 BATCHES_IN_FLIGHT = 3
 """One that runs, one that waits for it, one that is being stored."""
-TOKEN_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 5e-3}
-"""By the type that vLLM computes in: see `TokenGate`."""
 
 
 def extraction_settings(layers: list[int], scratch: Path) -> dict[str, Any]:
@@ -86,7 +85,7 @@ class VllmStates:
             **extraction_settings(ids, self.scratch),
         )
         self.engine = Engine(config, log_path)
-        self.gate = TokenGate(target, TOKEN_TOLERANCE[config.dtype])
+        self.gate = TokenGate(target, LOGIT_TOLERANCE[config.dtype])
         self.asked = 0
 
     def __enter__(self) -> "VllmStates":
@@ -168,9 +167,7 @@ class TokenGate:
 
     def __init__(self, target: Target, tolerance: float):
         """`tolerance`: how far behind the largest logit it may lie, as a share of the largest |logit|."""
-        self.norm_D = target.final_norm_D.float()
-        self.head_VD = target.lm_head_VD.float()
-        self.eps = float(target.config.rms_norm_eps)
+        self.logits = StateLogits(target)
         self.tolerance = tolerance
 
     def check(self, row: Row, last_D: Tensor, token: int) -> None:
@@ -179,8 +176,7 @@ class TokenGate:
         Raises:
             GateError: Another token scores higher by more than rounding explains.
         """
-        state_D = last_D.float()
-        logits_V = self.head_VD @ (state_D * torch.rsqrt(state_D.pow(2).mean() + self.eps) * self.norm_D)
+        logits_V = self.logits(last_D)
         behind = (logits_V.max() - logits_V[token]) / logits_V.abs().max()
         if not behind <= self.tolerance:
             raise GateError(

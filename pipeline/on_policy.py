@@ -21,7 +21,7 @@ import torch
 from drafthead.data.encoding import Row
 from drafthead.data.files import digest
 from drafthead.data.shards import Store
-from drafthead.pipeline.heads.blocks import rms_normalize
+from drafthead.pipeline.state_logits import StateLogits
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
@@ -45,12 +45,11 @@ def measure_on_policy(
         `warnings`: a line for each source whose answers are not the target's.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    norm_D, head_VD = target.final_norm_D.float().to(device), target.lm_head_VD.float().to(device)
-    eps = float(target.config.rms_norm_eps)
+    logits = StateLogits(target, device)
     sources: dict[str, dict[str, float]] = {}
     for source, sample in _samples(rows, store, tokens_per_source):
         scores = [
-            _score(rms_normalize(states_RD, norm_D, eps) @ head_VD.T, tokens_R)
+            _score(logits(states_RD), tokens_R)
             for row in sample
             for states_RD, tokens_R in _answer_states(row, store, device)
         ]
@@ -100,7 +99,7 @@ def _answer_states(row: Row, store: Store, device: str) -> Iterator[tuple[Tensor
     assert len(last) == len(tokens), row.key
     for start in range(0, len(tokens), CHUNK):
         chunk = slice(start, start + CHUNK)
-        yield last[chunk].to(device).float(), tokens[chunk].to(device)
+        yield last[chunk].to(device), tokens[chunk].to(device)
 
 
 def _score(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:

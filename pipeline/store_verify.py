@@ -20,6 +20,7 @@ from drafthead.data.store_faults import Faults, find_fault, open_sound
 from drafthead.eval.states import StateRecorder
 from drafthead.pipeline.capture import compute_dtype
 from drafthead.pipeline.respond import SPLITS
+from drafthead.pipeline.state_logits import StateLogits
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
@@ -130,8 +131,7 @@ def target_faults(store: Store, target: Target, row_ids: list[str]) -> Faults:
 
 def predicted_shares(store: Store, target: Target, row_ids: list[str]) -> dict[str, float]:
     """For each row with an answer the share of looked at tokens that norm + lm_head of its last states predict."""
-    norm_D, head_DV = target.final_norm_D.float(), target.lm_head_VD.T
-    eps = float(target.config.rms_norm_eps)
+    logits = StateLogits(target)
     owner_N: list[str] = []
     states_ND: list[Tensor] = []
     next_N: list[int] = []
@@ -146,9 +146,7 @@ def predicted_shares(store: Store, target: Target, row_ids: list[str]) -> dict[s
     hits: dict[str, list[bool]] = {}
     batches = torch.cat(states_ND).split(BATCH) if owner_N else ()
     for start, batch in zip(range(0, len(owner_N), BATCH), batches, strict=True):
-        wide = batch.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm_D
-        guess_N = (normed.to(head_DV.dtype) @ head_DV).argmax(-1).tolist()
+        guess_N = logits(batch).argmax(-1).tolist()
         for row_id, guess, wanted in zip(owner_N[start:], guess_N, next_N[start:], strict=False):
             hits.setdefault(row_id, []).append(guess == wanted)
     return {row_id: sum(one) / len(one) for row_id, one in hits.items()}
