@@ -12,13 +12,15 @@ T4 = {"name": "T4", "memory_gib": 16.0, "capability": "7.5"}
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str | None]:
     """Versions that a healthy CPU environment has; tests change them."""
     pins = doctor.read_pins(doctor.CHECKOUT / "requirements" / "cpu.txt")
     found: dict[str, str | None] = {**pins, "torch": pins["torch"] + "+cpu"}
     monkeypatch.setattr(doctor, "_installed_version", lambda name: found.get(name))
     monkeypatch.setattr(doctor, "_cuda_devices", list)
     monkeypatch.setattr(doctor, "_broken_packages", list)
+    # another test may build DeepSpeed's operation right now, and hold its lock
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None if name == "nvidia-smi" else f"/bin/{name}")
     machine = {"system": "Linux x86_64", "python": "3.11.7", "cores": 2, "memory_gib": 24.0, "disks": []}
     monkeypatch.setattr(doctor, "_machine", lambda: machine)
