@@ -61,8 +61,8 @@ class TimedDrafter:
     draft_s: list[float] = field(default_factory=list)
     observe_s: list[float] = field(default_factory=list)
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        self.drafter.start(batch_size, max_length)
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        self.drafter.start(prompts, max_length)
 
     def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
         timed(self.observe_s, lambda: self.drafter.observe(next_BQ, states, position_BQ, count_B))

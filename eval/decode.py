@@ -17,6 +17,7 @@ from drafthead.eval.typical import NEEDS_SAMPLING, Typical, accept_typical
 from drafthead.kernels.verify_greedy.op import verify_greedy
 from drafthead.kernels.verify_sampling.inputs import Sampling
 from drafthead.kernels.verify_sampling.op import verify_sampling
+from drafthead.kernels.verify_tree.structure import PADDING
 from torch import Tensor
 
 OnProgress = Callable[[int], None]
@@ -30,6 +31,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """Draft tokens kept in each round, before trimming."""
+    drafted: list[int] = field(default_factory=list)
+    """Draft tokens proposed in each round; on one path, where they were a tree."""
     finish_reason: str = "length"
 
 
@@ -59,6 +62,8 @@ class DecodeOptions:
 class Round:
     """What one target pass gave."""
 
+    drafted_B: Tensor
+    """Draft tokens proposed; on one path, where they were a tree."""
     accepted_B: Tensor
     new_BQ: Tensor
     """The accepted tokens, then the target's own; -1 behind."""
@@ -83,9 +88,9 @@ def decode(
 
     Args:
         target: The target; its cache is started anew.
-        drafter: Proposes k tokens a round, or None for plain decoding.
+        drafter: Proposes up to k tokens a round, or None for plain decoding.
         prompts: Token ids of each request.
-        k: Draft tokens per round.
+        k: Draft tokens per round at most.
         options: Length, end-of-turn ids, temperature.
         on_progress: Told how many requests finished, as they do.
     """
@@ -93,10 +98,12 @@ def decode(
 
     def chain_round(token_B: Tensor, known_B: Tensor, seed_B: Tensor) -> Round:
         draft_BK = drafter.draft(k) if drafter is not None else token_B.new_empty(len(token_B), 0)
-        position_BQ = known_B[:, None] + torch.arange(k + 1, device=token_B.device)
+        drafted_B = (draft_BK >= 0).sum(1)
+        draft_BK = draft_BK.clamp_min(0)  # what stands behind a request's drafts is run, and never read
+        position_BQ = known_B[:, None] + torch.arange(draft_BK.shape[1] + 1, device=token_B.device)
         result = target.step(torch.cat([token_B[:, None], draft_BK], 1), position_BQ)
-        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, options, seed_B, known_B + 1)
-        return Round(accepted_B=accepted_B, new_BQ=new_BQ, states=result, position_BQ=position_BQ)
+        accepted_B, new_BQ = _verify(result.logits_BQV, draft_BK, drafted_B, options, seed_B, known_B + 1)
+        return Round(drafted_B=drafted_B, accepted_B=accepted_B, new_BQ=new_BQ, states=result, position_BQ=position_BQ)
 
     return run_rounds(target, drafter, chain_round, k, prompts, options, on_progress)
 
@@ -119,9 +126,9 @@ def run_rounds(
     seed_B = options.seed + torch.arange(len(prompts), device=device)
     known_B = torch.tensor([len(ids) for ids in prompts], device=device)  # tokens before the one just sampled
     no_draft_BK = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
-    _, new_BQ = _verify(first.logits_BQV, no_draft_BK, options, seed_B, known_B)
+    _, new_BQ = _verify(first.logits_BQV, no_draft_BK, torch.zeros_like(known_B), options, seed_B, known_B)
     if drafter is not None:
-        drafter.start(len(prompts), max_length)
+        drafter.start(prompts, max_length)
         next_BQ = _shifted_prompts(prompts, new_BQ[:, 0])
         position_BQ = torch.arange(next_BQ.shape[1], device=device).expand_as(next_BQ)
         drafter.observe(next_BQ, first, position_BQ, known_B)
@@ -140,8 +147,10 @@ def run_rounds(
             token_B, known_B, seed_B = token_B[rows], known_B[rows], seed_B[rows]
         done = one_round(token_B, known_B, seed_B)
         if drafter is not None:
-            for request, count in zip(active, done.accepted_B.tolist(), strict=True):
-                answers[request].accepted.append(count)
+            counts = zip(active, done.accepted_B.tolist(), done.drafted_B.tolist(), strict=True)
+            for request, accepted, drafted in counts:
+                answers[request].accepted.append(accepted)
+                answers[request].drafted.append(drafted)
             drafter.observe(done.new_BQ.clamp_min(0), done.states, done.position_BQ, done.accepted_B + 1)
         token_B = done.new_BQ.gather(1, done.accepted_B[:, None])[:, 0]
         known_B = known_B + done.accepted_B + 1
@@ -149,16 +158,21 @@ def run_rounds(
 
 
 def _verify(
-    logits_BQV: Tensor, draft_BK: Tensor, options: DecodeOptions, seed_B: Tensor, position_B: Tensor
+    logits_BQV: Tensor,
+    draft_BK: Tensor,
+    num_draft_B: Tensor,
+    options: DecodeOptions,
+    seed_B: Tensor,
+    position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Accepted draft tokens and new tokens (-1 behind them) of a round whose first new token has index `position_B`."""
-    num_draft_B = torch.full((len(draft_BK),), draft_BK.shape[1], device=draft_BK.device)
     if options.temperature == 0:
         accepted_B, new_BQ, _ = verify_greedy(logits_BQV, draft_BK, num_draft_B)
         return accepted_B, new_BQ
     sampling = options.sampling(seed_B, position_B)
     if options.typical is not None:
-        parent_BK = (torch.arange(draft_BK.shape[1], device=draft_BK.device) - 1).expand_as(draft_BK)
+        step_K = torch.arange(draft_BK.shape[1], device=draft_BK.device)
+        parent_BK = (step_K - 1).where(step_K < num_draft_B[:, None], PADDING)
         accepted_B, new_BQ, _ = accept_typical(logits_BQV, draft_BK, parent_BK, sampling, options.typical)
     else:
         accepted_B, new_BQ, _ = verify_sampling(logits_BQV, draft_BK, num_draft_B, sampling)

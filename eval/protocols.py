@@ -62,8 +62,11 @@ class TreeTarget(TargetModel, Protocol):
 class Drafter(Protocol):
     """Something that proposes K tokens for each request."""
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        """Forget everything and make room."""
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        """Begin with new requests, whose prompt ids these are, and make room.
+
+        The prompt's first token stands in no slot: here is where a drafter learns it.
+        """
 
     def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
         """Take in verified slots: the target's true states of a position and the token that follows it.
@@ -72,7 +75,12 @@ class Drafter(Protocol):
         """
 
     def draft(self, k: int) -> Tensor:
-        """K greedy draft tokens [B, K] that continue after the last observed slot."""
+        """Greedy draft tokens that continue after the last observed slot.
+
+        Returns:
+            [B, K] with K at most k, 0 included: a request may get fewer tokens than another, or none. -1 stands behind
+            its last one.
+        """
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""

@@ -83,7 +83,7 @@ def _ranked_slots(
     length_B = torch.tensor([len(text.ids) for text in texts], device=device)
     first_B = torch.tensor([text.context_length - 1 for text in texts], device=device)
     position_BQ = torch.arange(width, device=device).expand(len(texts), -1)
-    drafter.start(len(texts), width + depth)
+    drafter.start([text.ids for text in texts], width + depth)
     drafter.observe(tokens_BQ[:, 1 : width + 1], states, position_BQ, length_B - 1)
     step_K = torch.arange(depth, device=device)
     # slot i drafts tokens i + 2 and on, so the last one with something to predict is the third from the end

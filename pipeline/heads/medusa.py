@@ -20,7 +20,15 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.tree_search import TreeShape
-from drafthead.pipeline.heads.base import DraftLMHead, FrozenTarget, Head, HeadBatch, HeadOutput, Objective
+from drafthead.pipeline.heads.base import (
+    DraftLMHead,
+    FrozenTarget,
+    Head,
+    HeadBatch,
+    HeadOutput,
+    Objective,
+    rank_with_confidence,
+)
 from drafthead.pipeline.heads.chains import Chains
 from drafthead.pipeline.recipe import MedusaConfig
 from drafthead.pipeline.target import Target
@@ -154,7 +162,7 @@ class MedusaDrafter:
         self.frozen = frozen
         self.max_depth = head.options.num_heads
 
-    def start(self, batch_size: int, max_length: int) -> None:
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
         pass
 
     def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
@@ -165,13 +173,13 @@ class MedusaDrafter:
     def draft(self, k: int) -> Tensor:
         self.head.check_depth(k)
         with torch.inference_mode():
-            best = [self._logits(step).argmax(-1) for step in range(k)]
+            best = [self.logits(step).argmax(-1) for step in range(k)]
             return self.frozen.target_ids_U[torch.stack(best, 1)]
 
     def top_tokens(self, count: int) -> Tensor:
         """The `count` most likely tokens of every head, as target ids, the likeliest first: [B, num_heads, count]."""
         with torch.inference_mode():
-            best = [self._logits(step).topk(count, -1).indices for step in range(self.head.options.num_heads)]
+            best = [self.logits(step).topk(count, -1).indices for step in range(self.head.options.num_heads)]
             return self.frozen.target_ids_U[torch.stack(best, 1)]
 
     def draft_tree(self, shape: TreeShape) -> Tensor:
@@ -183,10 +191,32 @@ class MedusaDrafter:
         self.head.check_depth(given_BK.shape[1])
         return self.top_tokens(min(count, self.head.options.draft_vocab_size))[:, : given_BK.shape[1]]
 
+    def open_tree(self) -> "MedusaTree":
+        return MedusaTree(self)
+
     def select(self, rows: Tensor) -> None:
         self.state_BD = self.state_BD[rows]
 
-    def _logits(self, step: int) -> Tensor:
+    def logits(self, step: int) -> Tensor:
         """[B, U] of the head of draft token `step`."""
         logits_BU: Tensor = self.head.projection(step)(self.head.blocks[step](self.state_BD))
         return logits_BU
+
+
+class MedusaTree:
+    """Implements `protocols.GrowingTree`: all nodes of a level are followed by the same tokens."""
+
+    def __init__(self, drafter: MedusaDrafter):
+        self.drafter = drafter
+        self.step = 0
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            logits_BU = self.drafter.logits(self.step)
+        return rank_with_confidence(logits_BU[:, None], self.drafter.frozen.target_ids_U, count)
+
+    def deeper(self, parent_BQ: Tensor, token_BQ: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        self.step += 1
+        token_B1R, log_q_B1R = self.first(count)
+        queries = token_BQ.shape[1]
+        return token_B1R.expand(-1, queries, -1), log_q_B1R.expand(-1, queries, -1)

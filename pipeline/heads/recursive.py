@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.tree_search import TreeShape
-from drafthead.kernels.verify_tree.structure import tree_visibility
-from drafthead.pipeline.heads.base import FrozenTarget, Head, HeadBatch, HeadOutput, Objective
+from drafthead.pipeline.heads.base import FrozenTarget, Head, HeadBatch, HeadOutput, Objective, rank_with_confidence
 from drafthead.pipeline.heads.blocks import Attention, cached_attention
 from drafthead.pipeline.heads.chains import Chains, padded_rows
 from drafthead.pipeline.heads.unroll_attention import unroll_attention
@@ -139,15 +138,15 @@ class RecursiveDrafter:
         self.frozen = frozen
         self.dtype = head.attention.o_proj.weight.dtype
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        self.cache = DraftCache(self.head, batch_size, max_length)
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        self.cache = DraftCache(self.head, len(prompts), max_length)
 
     def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
         with torch.inference_mode():
             batch, queries = next_BQ.shape
             aux_RAD, last_RD = states.aux_BQAD.flatten(0, 1), states.last_BQD.flatten(0, 1)
             fused = self.head.fuse(aux_RAD, last_RD, self.frozen).unflatten(0, (batch, queries))
-            out, state = decode_step(self.head, self.cache, self._embed(next_BQ), fused, position_BQ)
+            out, state = decode_step(self.head, self.cache, self.embed(next_BQ), fused, position_BQ)
             rows, last_B = torch.arange(batch, device=next_BQ.device), count_B - 1
             self.out_BD, self.state_BD = out[rows, last_B], state[rows, last_B]
             self.position_B = position_BQ[rows, last_B]
@@ -178,17 +177,23 @@ class RecursiveDrafter:
         parent_N, head_N, rank_N = (
             torch.tensor(one, device=device) for one in (shape.parents, shape.heads, shape.ranks)
         )
-        token_BN = parent_N.new_empty(len(self.out_BD), shape.num_nodes)
-        rows, out_BQD = TreeRows(self, parent_N), self.out_BD[:, None]
+        batch = len(self.out_BD)
+        token_BN = parent_N.new_empty(batch, shape.num_nodes)
+        row_M = parent_N.new_zeros(shape.num_nodes + 1)  # of the root, then of the nodes that were run
+        tree, out_BQD = RecursiveTree(self), self.out_BD[:, None]
         with torch.inference_mode():
             for head in range(shape.depth):
                 node_X = (head_N == head).nonzero()[:, 0]
-                row_Q, place_X = (parent_N[node_X] + 1).unique(return_inverse=True)
+                above_Q, place_X = parent_N[node_X].unique(return_inverse=True)
                 if head:
-                    out_BQD = rows.run(row_Q, self._embed(token_BN[:, row_Q - 1]), self.position_B + head)
+                    row_M[above_Q + 1] = tree.num_rows + torch.arange(len(above_Q), device=device)
+                    out_BQD = tree.run(row_M[parent_N[above_Q] + 1].expand(batch, -1), token_BN[:, above_Q])
                 top_BQR = self._top(out_BQD, int(rank_N[node_X].max()) + 1)
                 token_BN[:, node_X] = top_BQR[:, place_X, rank_N[node_X]]
         return token_BN
+
+    def open_tree(self) -> "RecursiveTree":
+        return RecursiveTree(self)
 
     def _unroll(self, k: int, choose: Callable[[Tensor], Tensor]) -> None:
         """Run k draft steps; `choose` gives the token [B] of a step for what its lm_head reads [B, D]."""
@@ -198,7 +203,7 @@ class RecursiveDrafter:
                 token_B = choose(out_BD)
                 if step + 1 < k:
                     position_B = position_B + 1
-                    embedded = self._embed(token_B[:, None])
+                    embedded = self.embed(token_B[:, None])
                     out, state = decode_step(self.head, self.cache, embedded, state_BD[:, None], position_B[:, None])
                     out_BD, state_BD = out[:, 0], state[:, 0]
 
@@ -213,51 +218,70 @@ class RecursiveDrafter:
         self.out_BD, self.state_BD = self.out_BD[rows], self.state_BD[rows]
         self.position_B = self.position_B[rows]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         return self.frozen.embed(tokens).to(self.dtype)
 
 
-class TreeRows:
-    """States, keys and values of the rows of a draft tree (the root and its nodes), beside the drafter's cache.
+class RecursiveTree:
+    """Implements `protocols.GrowingTree`: states, keys and values of its rows, beside the drafter's cache.
 
-    The root is the last observed slot, whose keys the cache holds.
+    Row 0 is the root: the last observed slot, whose keys the cache holds.
     """
 
-    def __init__(self, drafter: RecursiveDrafter, parent_N: Tensor):
-        self.head, self.cache = drafter.head, drafter.cache
-        batch, num_rows = len(drafter.state_BD), len(parent_N) + 1
-        self.above_M = torch.nn.functional.pad(parent_N + 1, (1, 0))
-        self.visible_MM = tree_visibility(parent_N[None])[0]
-        self.visible_MM[:, 0] = False
-        self.cached_BL = (
-            torch.arange(int(drafter.position_B.max()) + 1, device=parent_N.device) <= drafter.position_B[:, None]
-        )
-        self.state_BMD = drafter.state_BD[:, None].repeat(1, num_rows, 1)
+    def __init__(self, drafter: RecursiveDrafter):
+        self.drafter, self.head, self.cache = drafter, drafter.head, drafter.cache
+        batch, device = len(drafter.state_BD), drafter.position_B.device
+        length = int(drafter.position_B.max()) + 1
+        self.cached_BL = torch.arange(length, device=device) <= drafter.position_B[:, None]
+        self.state_BMD = drafter.state_BD[:, None]
+        # of the rows themselves: the root is seen in the cache
+        self.visible_BMM = torch.zeros(batch, 1, 1, dtype=torch.bool, device=device)
         keys_BLGP, values_BLGP = self.cache.keys_BLGP, self.cache.values_BLGP
-        self.keys_BMGP = keys_BLGP.new_zeros(batch, num_rows, *keys_BLGP.shape[2:])
-        self.values_BMGP = values_BLGP.new_zeros(batch, num_rows, *values_BLGP.shape[2:])
+        self.keys_BMGP = keys_BLGP.new_zeros(batch, 1, *keys_BLGP.shape[2:])
+        self.values_BMGP = values_BLGP.new_zeros(batch, 1, *values_BLGP.shape[2:])
 
-    def run(self, row_Q: Tensor, embedding_BQD: Tensor, position_B: Tensor) -> Tensor:
-        """One forward pass over nodes of one depth whose parents were run before.
+    @property
+    def num_rows(self) -> int:
+        return self.state_BMD.shape[1]
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        return self._ranked(self.drafter.out_BD[:, None], count)
+
+    def deeper(self, parent_BQ: Tensor, token_BQ: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return self._ranked(self.run(parent_BQ, token_BQ), count)
+
+    def run(self, parent_BQ: Tensor, token_BQ: Tensor) -> Tensor:
+        """One forward pass over new rows whose parents are rows already; they become the next rows in order.
 
         Returns:
             What the lm_head reads [B, Q, D].
         """
-        attention, batch, queries = self.head.attention, len(embedding_BQD), len(row_Q)
-        position_R = position_B.repeat_interleave(queries)
-        state_RD = self.state_BMD[:, self.above_M[row_Q]].flatten(0, 1)
-        x_RI, residual_RD = self.head.enter(embedding_BQD.flatten(0, 1), state_RD, position_R)
-        keys, values = attention.keys_values(x_RI, position_R)
-        self.keys_BMGP[:, row_Q] = keys.unflatten(0, (batch, queries))
-        self.values_BMGP[:, row_Q] = values.unflatten(0, (batch, queries))
-        length = self.cached_BL.shape[1]
-        keys_BXGP = torch.cat([self.cache.keys_BLGP[:, :length], self.keys_BMGP], 1)
-        values_BXGP = torch.cat([self.cache.values_BLGP[:, :length], self.values_BMGP], 1)
-        in_tree_BQM = self.visible_MM[row_Q].expand(batch, -1, -1)
-        visible_BQX = torch.cat([self.cached_BL[:, None].expand(-1, queries, -1), in_tree_BQM], -1)
-        query = attention.queries(x_RI, position_R).unflatten(0, (batch, queries))
-        mixed = cached_attention(query, keys_BXGP, values_BXGP, visible_BQX)
-        out, state = self.head.leave(residual_RD, attention.output(mixed.flatten(0, 1), x_RI))
-        self.state_BMD[:, row_Q] = state.unflatten(0, (batch, queries))
+        attention, (batch, queries) = self.head.attention, parent_BQ.shape
+        request_B1 = torch.arange(batch, device=parent_BQ.device)[:, None]
+        own_BQQ = torch.eye(queries, dtype=torch.bool, device=parent_BQ.device).expand(batch, -1, -1)
+        in_tree_BQM = torch.cat([self.visible_BMM[request_B1, parent_BQ], own_BQQ], -1)
+        position_R = (self.drafter.position_B[:, None] + in_tree_BQM.sum(-1)).flatten()
+        with torch.inference_mode():
+            embedding_RD = self.drafter.embed(token_BQ).flatten(0, 1)
+            state_RD = self.state_BMD[request_B1, parent_BQ].flatten(0, 1)
+            x_RI, residual_RD = self.head.enter(embedding_RD, state_RD, position_R)
+            keys, values = attention.keys_values(x_RI, position_R)
+            self.keys_BMGP = torch.cat([self.keys_BMGP, keys.unflatten(0, (batch, queries))], 1)
+            self.values_BMGP = torch.cat([self.values_BMGP, values.unflatten(0, (batch, queries))], 1)
+            length = self.cached_BL.shape[1]
+            keys_BXGP = torch.cat([self.cache.keys_BLGP[:, :length], self.keys_BMGP], 1)
+            values_BXGP = torch.cat([self.cache.values_BLGP[:, :length], self.values_BMGP], 1)
+            visible_BQX = torch.cat([self.cached_BL[:, None].expand(-1, queries, -1), in_tree_BQM], -1)
+            query = attention.queries(x_RI, position_R).unflatten(0, (batch, queries))
+            mixed = cached_attention(query, keys_BXGP, values_BXGP, visible_BQX)
+            out, state = self.head.leave(residual_RD, attention.output(mixed.flatten(0, 1), x_RI))
+            self.state_BMD = torch.cat([self.state_BMD, state.unflatten(0, (batch, queries))], 1)
+        seen_before = torch.nn.functional.pad(self.visible_BMM, (0, queries))
+        self.visible_BMM = torch.cat([seen_before, in_tree_BQM], 1)
         out_BQD: Tensor = out.unflatten(0, (batch, queries))
         return out_BQD
+
+    def _ranked(self, out_BQD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            logits_BQU = self.head.lm_head(out_BQD)
+        return rank_with_confidence(logits_BQU, self.drafter.frozen.target_ids_U, count)

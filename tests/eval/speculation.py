@@ -29,9 +29,9 @@ class Scripted:
         self.texts = texts
         self.hits = hits
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        self.requests = list(range(batch_size))
-        self.slots = [-1] * batch_size
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        self.requests = list(range(len(prompts)))
+        self.slots = [-1] * len(prompts)
 
     def observe(self, next_BQ: Tensor, states: TargetPass, position_BQ: Tensor, count_B: Tensor) -> None:
         """The loop must show every slot once, in order, with the token that follows it."""

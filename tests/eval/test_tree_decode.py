@@ -250,13 +250,13 @@ def test_every_node_of_a_drafted_tree_follows_its_own_path(
     )
     next_BQ = padded([torch.tensor(text[1 : len(p) + 1]) for text, p in zip(texts, prompts, strict=True)])
     count_B = torch.tensor([len(prompt) for prompt in prompts])
-    drafter.start(len(prompts), width + 5)
+    drafter.start(prompts, width + 5)
     drafter.observe(next_BQ, batch, torch.arange(width).expand(len(prompts), -1), count_B)
     found_BN = drafter.draft_tree(shape)
     assert torch.equal(found_BN, drafter.draft_tree(shape)), "drafting leaves no traces"
     for request, count in enumerate(count_B.tolist()):
         alone = make(model)
-        alone.start(1, count + 5)
+        alone.start([prompts[request]], count + 5)
         position_BQ = torch.arange(count)[None]
         alone.observe(next_BQ[request, :count][None], passes[request], position_BQ, torch.tensor([count]))
         for node in range(shape.num_nodes):

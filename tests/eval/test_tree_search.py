@@ -89,7 +89,7 @@ def count_slot_by_slot(model: Any, drafter: TreeDrafter, texts: list[Text], dept
     for text in texts:
         for slot in range(text.context_length - 1, len(text.ids) - 2):
             prefix = text.ids[: slot + 1]
-            drafter.start(1, len(prefix) + depth)
+            drafter.start([prefix], len(prefix) + depth)
             position_BQ = torch.arange(len(prefix))[None]
             next_BQ = torch.tensor([text.ids[1 : slot + 2]])
             drafter.observe(next_BQ, pass_over(recorder, prefix), position_BQ, torch.tensor([len(prefix)]))

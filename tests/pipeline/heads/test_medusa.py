@@ -298,7 +298,7 @@ def test_more_steps_than_heads_are_refused() -> None:
 def observed(head: Medusa, frozen: FrozenTarget, last_BQD: Tensor, count_B: Tensor) -> Any:
     batch, queries = last_BQD.shape[:2]
     drafter = head.drafter(frozen)
-    drafter.start(batch, 16)
+    drafter.start([[0]] * batch, 16)
     states = TargetPass(
         logits_BQV=torch.empty(batch, queries, V), aux_BQAD=torch.empty(batch, queries, 0, D), last_BQD=last_BQD
     )

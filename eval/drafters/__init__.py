@@ -1,0 +1,1 @@
+"""Drafters without a trained head: each implements `eval.protocols.Drafter`."""

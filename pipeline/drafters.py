@@ -1,0 +1,131 @@
+"""Drafters without a trained head: what `--drafter SPEC` may say, how each is built, and what vLLM calls it.
+
+    drafthead eval runs/eagle3 --drafter ngram:prompt_lookup_min=2,prompt_lookup_max=4
+
+A spec is a kind and, behind a colon, its options as name=value; the option that a kind cannot do without (a model's
+folder) may stand there by itself. A new kind is an entry of `KINDS`.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from drafthead.data.errors import InputError
+from drafthead.eval.drafters.ngram import NgramDrafter, NgramOptions
+from drafthead.eval.protocols import Drafter
+from drafthead.pipeline.target import Target
+from pydantic import TypeAdapter, ValidationError
+
+NewDrafter = Callable[[], Drafter]
+"""Makes a drafter that has seen nothing yet: one for each measurement, for some remember answers across batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a drafter may be built from."""
+
+    target: Target
+    """The served target's folder."""
+    model: Any
+    """The same target, loaded in transformers."""
+    device: str
+    dtype: torch.dtype
+    max_model_len: int
+    """Of the server whose drafts are predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of drafter."""
+
+    options: type[Any]
+    """A frozen dataclass of plain values, which checks them."""
+    prepare: Callable[[Any, Surroundings], NewDrafter]
+    """Loads, once, what all its drafters share."""
+    serve: Callable[[Any, int], dict[str, Any] | None]
+    """vLLM's speculative config for these options and k; None where vLLM cannot serve it."""
+    main: str | None = None
+    """The option that may stand behind the colon without its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """A drafter as the user named it."""
+
+    kind: str
+    options: Any
+    """Of the type that `KINDS[kind].options` names."""
+
+    def __str__(self) -> str:
+        values = [f"{name}={value}" for name, value in asdict(self.options).items() if value is not None]
+        return ":".join([self.kind, *filter(None, [",".join(values)])])
+
+
+def _prepare_ngram(options: NgramOptions, around: Surroundings) -> NewDrafter:
+    return lambda: NgramDrafter(options, around.max_model_len)
+
+
+def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
+    """Options that have vLLM's names."""
+    return lambda options, k: {"method": method, "num_speculative_tokens": k, **asdict(options)}
+
+
+KINDS: dict[str, Kind] = {
+    "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
+}
+
+
+def parse_drafter(text: str) -> DrafterSpec:
+    """Read a spec.
+
+    Raises:
+        InputError: Names what is unknown and the nearest valid name, or the value that cannot be.
+    """
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise InputError(f"--drafter {text}: unknown kind {name!r}; did you mean {_nearest(name, list(KINDS))}?")
+    kind = KINDS[name]
+    valid = [field.name for field in fields(kind.options)]
+    given: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals and kind.main is not None and kind.main not in given:
+            key, value = kind.main, part
+        elif not equals:
+            raise InputError(f"--drafter {text}: {part!r} has no value; write {_nearest(part, valid)}=...")
+        if key not in valid:
+            raise InputError(f"--drafter {text}: unknown option {key}; did you mean {_nearest(key, valid)}?")
+        if key in given:
+            raise InputError(f"--drafter {text}: {key} is given twice; give it once")
+        given[key] = value
+    try:
+        return DrafterSpec(kind=name, options=TypeAdapter(kind.options).validate_python(given))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if problem["type"] == "value_error":  # what the options themselves refuse
+            raise InputError(f"--drafter {text}: {problem['ctx']['error']}") from None
+        field = ".".join(str(part) for part in problem["loc"][:1])
+        if problem["type"] == "missing":
+            raise InputError(f"--drafter {text}: {field} is missing; write {name}:{field}=...") from None
+        raise InputError(f"--drafter {text}: {field}={problem['input']}: {problem['msg'].lower()}") from None
+
+
+def prepare_drafter(spec: DrafterSpec, around: Surroundings) -> NewDrafter:
+    """Load what the drafter needs; the result makes drafters that have seen nothing yet."""
+    return KINDS[spec.kind].prepare(spec.options, around)
+
+
+def build_drafter(spec: DrafterSpec, around: Surroundings) -> Drafter:
+    """One drafter."""
+    return prepare_drafter(spec, around)()
+
+
+def speculative_config(spec: DrafterSpec, k: int) -> dict[str, Any] | None:
+    """vLLM's `--speculative-config` for this drafter; None where vLLM cannot serve it."""
+    return KINDS[spec.kind].serve(spec.options, k)
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
