@@ -1,7 +1,9 @@
 """Every acceptance number under its own name, and the walk that predicts what a server will count.
 
-A **round** is one pass of the target over k draft tokens: `accepted` of them (0 to k) are kept and the target
-adds one token of its own. The token after the prompt comes from the prefill and belongs to no round.
+A **round** is one pass of the target over up to k draft tokens: `accepted` of them (0 to k) are kept and the target
+adds one token of its own. The token after the prompt comes from the prefill and belongs to no round. A drafter without a
+trained head may propose fewer than k tokens, or none: vLLM counts no round without a draft (v1/core/sched/scheduler.py,
+`update_from_output`), nor is it one here; only `tokens_per_pass` knows of those passes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,22 +23,26 @@ class RequestRounds:
     """Draft tokens kept, round by round, each from 0 to k."""
     num_tokens: int
     """Answer tokens that the rounds gave: all but the first, which the prefill gives."""
+    drafted: list[int] | None = None
+    """Draft tokens proposed, pass by pass, and none in some; k each unless given. `accepted` has as many entries."""
 
 
 def summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
     """Compute the numbers of `drafthead eval --json`, over all requests and by domain.
 
     Returns:
-        `k`; `drafts`, the number of rounds;
+        `k`; `drafts`, the number of rounds, which are those that had a draft;
         `per_position`, share of rounds whose first i + 1 drafts were all kept (vLLM's, unconditional);
         `conditional`, the same among rounds that kept the first i;
         `mean_acceptance_length`, 1 + accepted / rounds, pooled over requests;
         `mean_of_requests_acceptance_length`, the mean over requests of tokens / rounds;
-        `draft_acceptance_rate`, accepted / (k * rounds);
+        `draft_acceptance_rate`, accepted / draft tokens (k * rounds, unless requests say what was drafted);
         `by_domain`, the same keys by domain. A number whose denominator is zero is None.
+        Where the requests say what was drafted, also `draft_tokens`; `passes` of the target after the prompts', with a
+        draft or without; and `tokens_per_pass`, tokens of the answers over these passes: what drafting is worth.
 
     Raises:
-        InputError: k is below 1, or a round accepted fewer than 0 or more than k drafts.
+        InputError: k is below 1, or a round accepted fewer than 0 tokens or more than it drafted, at most k.
     """
     summary = _summarize(requests, k)
     domains = sorted({request.domain for request in requests})
@@ -87,7 +93,8 @@ def from_counters(
     the caller measured, if anything. Near the model's length limit vLLM drafts less than k;
     `num_draft_tokens` is what it counted, k * num_drafts unless given.
     """
-    summary = _rates(num_drafts, num_accepted_tokens_per_pos, num_draft_tokens)
+    drafted = num_drafts * len(num_accepted_tokens_per_pos) if num_draft_tokens is None else num_draft_tokens
+    summary = _rates(num_drafts, num_accepted_tokens_per_pos, drafted)
     summary["mean_of_requests_acceptance_length"] = mean_of_requests
     return {**summary, "by_domain": {}}
 
@@ -141,19 +148,31 @@ def walk(hits_TK: Tensor, first: int, last: int, text_last: int | None = None) -
 
 
 def _summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
-    rounds = [count for request in requests for count in request.accepted]
-    if k < 1 or not all(0 <= count <= k for count in rounds):
-        raise InputError(f"k={k}: rounds accept between 0 and k draft tokens, these {_extremes(rounds)}")
-    per_pos = [sum(count > position for count in rounds) for position in range(k)]
-    summary = _rates(len(rounds), per_pos, None)
-    lengths = [request.num_tokens / len(request.accepted) for request in requests if request.accepted]
+    drafted = [[k] * len(one.accepted) if one.drafted is None else one.drafted for one in requests]
+    kept = [count for request in requests for count in request.accepted]
+    proposed = [count for counts in drafted for count in counts]
+    if k < 1 or not all(0 <= a <= b <= k for a, b in zip(kept, proposed, strict=True)):
+        raise InputError(f"k={k}: rounds accept between 0 and k draft tokens, these {_extremes(kept)}")
+    per_pos = [sum(count > position for count in kept) for position in range(k)]
+    summary = _rates(sum(count > 0 for count in proposed), per_pos, sum(proposed))
+    lengths = []
+    for request, counts in zip(requests, drafted, strict=True):
+        undrafted = counts.count(0)  # passes that gave one token, and are no rounds
+        if rounds := len(counts) - undrafted:
+            lengths.append((request.num_tokens - undrafted) / rounds)
     summary["mean_of_requests_acceptance_length"] = _ratio(sum(lengths), len(lengths))
+    if any(request.drafted is not None for request in requests):
+        tokens = sum(request.num_tokens for request in requests)
+        summary |= {
+            "draft_tokens": sum(proposed),
+            "passes": len(proposed),
+            "tokens_per_pass": _ratio(tokens, len(proposed)),
+        }
     return summary
 
 
-def _rates(drafts: int, per_pos: Sequence[int], num_draft_tokens: int | None) -> dict[str, Any]:
+def _rates(drafts: int, per_pos: Sequence[int], drafted: int) -> dict[str, Any]:
     accepted = sum(per_pos)
-    drafted = drafts * len(per_pos) if num_draft_tokens is None else num_draft_tokens
     return {
         "k": len(per_pos),
         "drafts": drafts,

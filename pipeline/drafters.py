@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.drafters.ngram import NgramDrafter, NgramOptions
+from drafthead.eval.drafters.suffix import SuffixDrafter, SuffixOptions
 from drafthead.eval.protocols import Drafter
 from drafthead.pipeline.target import Target
 from pydantic import TypeAdapter, ValidationError
@@ -67,6 +68,10 @@ def _prepare_ngram(options: NgramOptions, around: Surroundings) -> NewDrafter:
     return lambda: NgramDrafter(options, around.max_model_len)
 
 
+def _prepare_suffix(options: SuffixOptions, around: Surroundings) -> NewDrafter:
+    return lambda: SuffixDrafter(options, around.max_model_len)
+
+
 def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
     """Options that have vLLM's names."""
     return lambda options, k: {"method": method, "num_speculative_tokens": k, **asdict(options)}
@@ -74,6 +79,7 @@ def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
 
 KINDS: dict[str, Kind] = {
     "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
+    "suffix": Kind(options=SuffixOptions, prepare=_prepare_suffix, serve=_serve_by("suffix")),
 }
 
 
