@@ -72,6 +72,10 @@ class Result:
     seconds: float
     states_path: str | None = None
     """File that the connector has written for this request."""
+    accepted: list[int] = field(default_factory=list)
+    """Draft tokens kept, round by round, as the counters count them: passes without a draft are no rounds."""
+    drafted: list[int] = field(default_factory=list)
+    """Draft tokens proposed in each of these rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +254,7 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=config.speculative_config,
+        per_request_spec_decode_metrics="detailed" if config.speculative_config else "none",
         kv_transfer_config=config.kv_transfer_config,
     )
     engine = llm.llm_engine
@@ -288,12 +293,15 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
             if output.finished:
                 assert isinstance(output, RequestOutput)
                 completion = output.outputs[0]
+                drafts = completion.spec_decode_metrics
                 result = Result(
                     key=output.request_id,
                     token_ids=list(completion.token_ids),
                     finish_reason=completion.finish_reason or "length",
                     seconds=time.perf_counter() - started.pop(output.request_id),
                     states_path=(output.kv_transfer_params or {}).get("states_path"),
+                    accepted=drafts.per_step_accepted if drafts else [],
+                    drafted=drafts.per_step_drafted if drafts else [],
                 )
                 finished.append(result)
         # a connector writes in the step after the one in which a request ends

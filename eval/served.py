@@ -19,7 +19,7 @@ class Served:
     results: dict[str, Result]
     """By the request's key; the timed ones are not among them."""
     counters: DraftCounters
-    """Of the concurrent batch alone."""
+    """Of `results` alone."""
     median_ms_per_token: float | None
     """Over the timed requests, prefill included; None if there were none."""
 
@@ -39,8 +39,11 @@ def measure(
     timed: Sequence[Request],
     log_path: Path,
     progress: Progress | None = None,
+    ordered: bool = False,
 ) -> Served:
-    """Serve `requests` all at once and count; then `timed` one by one, after a warm-up, and time.
+    """Serve `requests` all at once (`ordered`: one after the other) and count; then `timed` ones, and time them.
+
+    The timed ones are served one by one, after a warm-up.
 
     Raises:
         InputError: vLLM is not installed or stopped; the message names `log_path`.
@@ -49,7 +52,7 @@ def measure(
     with Engine(config, log_path) as engine:
         before = engine.counters()
         results: dict[str, Result] = {}
-        for result in engine.generate(requests):
+        for result in engine.generate_one_by_one(requests) if ordered else engine.generate(requests):
             results[result.key] = result
             _report(progress, len(results), total)
         counters = engine.counters().since(before)

@@ -41,6 +41,9 @@ speculate. (What a run would do is `drafthead run RECIPE --plan`.)
 """
 
 
+DRAFTER_HELP = "draft without the trained head, for instance ngram:prompt_lookup_min=2,prompt_lookup_max=4"
+
+
 def main() -> None:
     quiet_libraries()
     keep_freed_memory()
@@ -114,6 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         stage.set_defaults(stage=name)
         if name in ("eval", "serve-check"):
             _add_prompt_options(stage)
+            stage.add_argument("--drafter", metavar="SPEC", help=DRAFTER_HELP)
         if name == "eval":
             stage.add_argument("--temperature", type=_temperature)
             stage.add_argument("--tree", type=_positive, metavar="N", help="also draft a tree of at most N nodes")
@@ -284,7 +288,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.stages import STAGES
 
     run = open_run(arguments.run_dir, STAGES, [])
-    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature", "tree", "typical"}
+    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature", "tree", "typical", "drafter"}
     if any(getattr(arguments, name, None) is not None for name in custom):
         return _run_custom(arguments, run)
     with _output_of_stages_to_stderr():
@@ -298,12 +302,16 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
 def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     """`eval` or `serve-check` with other prompts or settings than the recipe's; the run's files stay as they are."""
-    from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+    from drafthead.pipeline.drafters import parse_drafter
+    from drafthead.pipeline.evaluate import MAX_K, EvalOptions, evaluate_prompts, load_prompts
     from drafthead.pipeline.recipe import TreeConfig, TypicalConfig, load_recipe
     from drafthead.pipeline.serve_check import check_prompts
 
-    if arguments.k:  # as a recipe with it would be
+    spec = parse_drafter(arguments.drafter) if arguments.drafter else None
+    if arguments.k and spec is None:  # as a recipe with it would be
         load_recipe(str(run.path / "recipe.yaml"), [f"eval.k={arguments.k}"])
+    elif arguments.k and arguments.k > MAX_K:
+        raise InputError(f"--k {arguments.k}: at most {MAX_K} draft tokens")
     settings = run.recipe.eval if arguments.stage == "eval" else run.recipe.serve_check
     new_tokens = arguments.max_new_tokens or settings.max_new_tokens
     limit = arguments.limit or (None if arguments.prompts else settings.limit)
@@ -314,7 +322,7 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     with _output_of_stages_to_stderr():
         if arguments.stage == "eval":
             temperature = settings.temperature if arguments.temperature is None else arguments.temperature
-            tree = settings.tree
+            tree = settings.tree if spec is None else None
             if arguments.tree:
                 tree = (tree or TreeConfig()).model_copy(update={"nodes": arguments.tree})
             typical = settings.typical if temperature > 0 else None
@@ -327,11 +335,12 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
                 limit=limit,
                 tree=tree,
                 typical=typical,
+                drafter=spec,
             )
             report = evaluate_prompts(run, chosen, options)
         else:
             depths = [arguments.k] if arguments.k else settings.k
-            report = check_prompts(run, chosen, depths, new_tokens)
+            report = check_prompts(run, chosen, depths, new_tokens, spec)
     _print(arguments, report, json.dumps(report, indent=2))
     return 0 if report.get("ok", True) else 1
 

@@ -84,7 +84,7 @@ def compare(runs: Sequence[Run], options: CompareOptions, out: Path) -> dict[str
             {
                 "name": name,
                 "path": str(run.path),
-                **describe_run(run, loop.head),
+                **describe_run(run, loop.head.head),
                 **acceptance(chosen.prompts, answers, plain, settings.k),
                 **described_cost(cost, plain_cost),
             }

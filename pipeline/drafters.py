@@ -49,6 +49,8 @@ class Kind:
     """vLLM's speculative config for these options and k; None where vLLM cannot serve it."""
     main: str | None = None
     """The option that may stand behind the colon without its name."""
+    remembers: bool = False
+    """Drafts depend on earlier answers: measured one prompt after the other, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
 
 KINDS: dict[str, Kind] = {
     "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
-    "suffix": Kind(options=SuffixOptions, prepare=_prepare_suffix, serve=_serve_by("suffix")),
+    "suffix": Kind(options=SuffixOptions, prepare=_prepare_suffix, serve=_serve_by("suffix"), remembers=True),
 }
 
 

@@ -1,6 +1,7 @@
 """Eval: the true speculative loop over held-out prompts, with the trained head and the target in transformers.
 
-drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5 --tree 63
+    drafthead eval runs/eagle3 --prompts spec_bench.jsonl --temperature 0.7 --k 5 --tree 63
+    drafthead eval runs/eagle3 --prompts spec_bench.jsonl --k 5 --drafter ngram
 
 A chain's numbers are the report's own; those of a tree and of typical acceptance stand under their names, so that
 neither is taken for what vLLM serves.
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from drafthead.data.conversations import read_conversations
-from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import read_rows
 from drafthead.data.errors import InputError
 from drafthead.data.files import write_json
@@ -23,11 +23,13 @@ from drafthead.data.template import Template, TurnError
 from drafthead.eval.acceptance import RequestRounds, summarize, summarize_tree
 from drafthead.eval.decode import Answer, DecodeOptions, OnProgress, decode
 from drafthead.eval.hf_target import HFTarget
+from drafthead.eval.protocols import Drafter, TreeDrafter
 from drafthead.eval.tree_accuracy import Text, measure_accuracy
 from drafthead.eval.tree_decode import decode_tree
 from drafthead.eval.tree_search import TreeShape, search_tree
 from drafthead.eval.typical import NEEDS_SAMPLING, Typical
-from drafthead.pipeline.heads.build import build_frozen_target, load_head
+from drafthead.pipeline.drafters import KINDS, DrafterSpec, Surroundings, prepare_drafter, speculative_config
+from drafthead.pipeline.heads.trained import TrainedHead
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.prompts import spread
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
@@ -54,10 +56,14 @@ class EvalOptions:
     limit: int | None
     tree: TreeConfig | None = None
     typical: TypicalConfig | None = None
+    drafter: DrafterSpec | None = None
+    """Drafts instead of the run's trained head."""
 
     def __post_init__(self) -> None:
         if self.typical is not None and self.temperature == 0:
             raise InputError(NEEDS_SAMPLING)
+        if self.drafter is not None and self.tree is not None:
+            raise InputError(f"--tree: {self.drafter.kind} drafts chains alone; leave out --tree or --drafter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +100,12 @@ def evaluate(run: Run) -> dict[str, Any]:
 
 def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[str, Any]:
     """Generate speculatively and, at temperature 0, plainly; returns the object of `drafthead eval --json`."""
-    loop = SpeculativeLoop(run)
+    loop = SpeculativeLoop(run, spec=options.drafter)
     prompts = chosen.prompts
     drafted = loop.generate(prompts, options, k=options.k)
     report = summarize(requests_of(prompts, drafted), options.k)
+    for domain, count in Counter(prompt.domain for prompt in prompts).items():
+        report["by_domain"][domain]["prompts"] = count
     plain = loop.generate(prompts, options, k=0) if options.temperature == 0 else None
     report |= {
         "identical_to_plain": _identical(drafted, plain),
@@ -108,6 +116,12 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[
         "dtype": run.recipe.eval.dtype,
         "method": "speculative loop in transformers, chain of greedy drafts, full vocabulary",
     }
+    if options.drafter is not None:
+        report |= {
+            "drafter": str(options.drafter),
+            "speculative_config": speculative_config(options.drafter, options.k),
+            "method": f"speculative loop in transformers, chain of drafts by {options.drafter.kind}",
+        }
     shape = None
     if options.tree is not None:
         shape, searched = find_tree(run, loop, prompts, options.tree)
@@ -127,7 +141,12 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[
 def requests_of(prompts: list[Prompt], answers: list[Answer]) -> list[RequestRounds]:
     """What the rounds of each answer accepted."""
     return [
-        RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
+        RequestRounds(
+            domain=prompt.domain,
+            accepted=answer.accepted,
+            num_tokens=len(answer.tokens) - 1,
+            drafted=answer.drafted,
+        )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
@@ -223,26 +242,56 @@ def load_prompts(run: Run, path: Path | None, limit: int | None, max_new_tokens:
 
 
 class SpeculativeLoop:
-    """Target, head and prompts, batched by length."""
+    """A target and a drafter, over prompts batched by length."""
 
-    def __init__(self, run: Run, model: Any = None):
-        """`model`: the target in `eval.dtype`, where it is loaded already."""
+    def __init__(self, run: Run, model: Any = None, spec: DrafterSpec | None = None):
+        """The run's target, with its trained head or with another drafter.
+
+        Args:
+            run: The run.
+            model: The target in `eval.dtype`, where it is loaded already.
+            spec: Drafts instead of the head, which the run then need not have.
+        """
         settings = run.recipe.eval
         self.batch_size = settings.batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, settings.dtype)
-        folder = run.input("train")
+        self.trained = TrainedHead.load(run, self.device, dtype) if spec is None else None
         target = run.served_target
-        head, description = load_head(folder, target)
-        vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
-        # the served head is the exported one: its rounding is part of what is predicted
-        self.head = head.to(getattr(torch, run.recipe.export.dtype)).to(self.device, dtype)
-        self.frozen = build_frozen_target(target, vocab).to(self.device)
-        self.drafter = self.head.drafter(self.frozen)
         model = target.load(dtype, self.device) if model is None else model
-        self.target = HFTarget(model, description["aux_layer_ids"])
+        self.target = HFTarget(model, [] if self.trained is None else self.trained.aux_layers)
         self.end_ids = target.end_of_turn_ids
         self.seed = run.recipe.run.seed
+        self.is_ordered = spec is not None and KINDS[spec.kind].remembers
+        if spec is not None:
+            around = Surroundings(
+                target=target,
+                model=model,
+                device=self.device,
+                dtype=dtype,
+                max_model_len=run.recipe.serve_check.max_model_len,
+            )
+            self._new_drafter = prepare_drafter(spec, around)
+
+    @property
+    def head(self) -> TrainedHead:
+        """The trained head.
+
+        Raises:
+            InputError: Another drafter was asked for.
+        """
+        if self.trained is None:
+            raise InputError("this drafter has no trained head, which trees are drafted by; leave out --drafter")
+        return self.trained
+
+    @property
+    def drafter(self) -> Drafter:
+        """A drafter that has seen nothing yet."""
+        return self._new_drafter() if self.trained is None else self.trained.drafter()
+
+    @property
+    def tree_drafter(self) -> TreeDrafter:
+        return self.head.drafter()
 
     def generate(
         self, prompts: list[Prompt], options: EvalOptions, *, k: int, typical: Typical | None = None
@@ -250,30 +299,34 @@ class SpeculativeLoop:
         """Answers in the order of the prompts; plain decoding for k = 0."""
         settings = self._settings(options, typical)
         drafter = self.drafter if k else None
+        ordered = self.is_ordered and k > 0
 
         def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
             return decode(self.target, drafter, ids, k, settings, on_progress=on_progress)
 
-        return self._in_batches(prompts, f"eval k={k}" if k else "eval plain", self.batch_size, one_batch)
+        what = f"eval k={k}" if k else "eval plain"
+        return self._in_batches(prompts, what, self.batch_size, one_batch, ordered=ordered)
 
     def generate_tree(
         self, prompts: list[Prompt], options: EvalOptions, shape: TreeShape, typical: Typical | None = None
     ) -> list[Answer]:
         """Answers in the order of the prompts, by a tree of drafts a round."""
         settings = self._settings(options, typical)
+        drafter = self.tree_drafter
         size = min(self.batch_size, TREE_ROWS // (shape.num_nodes + 1))
 
         def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
-            return decode_tree(self.target, self.drafter, ids, shape, settings, on_progress=on_progress)
+            return decode_tree(self.target, drafter, ids, shape, settings, on_progress=on_progress)
 
         return self._in_batches(prompts, f"eval tree of {shape.num_nodes}", size, one_batch)
 
     def search_tree(self, texts: list[Text], config: TreeConfig) -> tuple[TreeShape, Tensor]:
         """The best tree by the accuracies [K, R] on these texts, and the accuracies."""
-        depth = min(config.depth, self.drafter.max_depth)
+        drafter = self.tree_drafter
+        depth = min(config.depth, drafter.max_depth)
         with progress(len(texts), "eval ranks", "text") as bar:
             batches = ([texts[one] for one in some] for some in _batches([x.ids for x in texts], self.batch_size))
-            accuracy_KR = measure_accuracy(self.target, self.drafter, batches, depth, on_progress=bar.update)
+            accuracy_KR = measure_accuracy(self.target, drafter, batches, depth, on_progress=bar.update)
         return search_tree(accuracy_KR, config.nodes, depth), accuracy_KR
 
     def _settings(self, options: EvalOptions, typical: Typical | None) -> DecodeOptions:
@@ -291,10 +344,13 @@ class SpeculativeLoop:
         what: str,
         size: int,
         one_batch: Callable[[list[list[int]], OnProgress], list[Answer]],
+        ordered: bool = False,
     ) -> list[Answer]:
+        """`ordered`: one prompt after the other, as they come."""
         answers: dict[int, Answer] = {}
+        one_by_one = ([number] for number in range(len(prompts)))
         with progress(len(prompts), what, "prompt") as bar:
-            for numbers in _batches([prompt.ids for prompt in prompts], size):
+            for numbers in one_by_one if ordered else _batches([prompt.ids for prompt in prompts], size):
                 found = one_batch([prompts[number].ids for number in numbers], bar.update)
                 answers.update(zip(numbers, found, strict=True))
         return [answers[number] for number in range(len(prompts))]

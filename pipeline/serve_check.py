@@ -1,10 +1,11 @@
 """Served check: the same prompts through a real vLLM, with and without the head, held against what was predicted.
 
     drafthead serve-check runs/eagle3 --prompts spec_bench.jsonl --k 3
+    drafthead serve-check runs/eagle3 --prompts spec_bench.jsonl --k 5 --drafter ngram
 
 Two predictions are compared with vLLM's counters: our own speculative loop over the same prompts, and the walk over the
 texts that vLLM itself wrote. The plain run writes a few tokens more than the others, because vLLM counts draft tokens
-that lie behind an answer's end.
+that lie behind an answer's end. A drafter without a trained head is held against the loop alone.
 """
 
 from dataclasses import replace
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 from drafthead.data.encoding import Row
+from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
 from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import Served, compare, measure
-from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts
+from drafthead.pipeline.drafters import KINDS, DrafterSpec, speculative_config
+from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts, requests_of
 from drafthead.pipeline.export.folder import served_path
 from drafthead.pipeline.export.stage import write_card
 from drafthead.pipeline.heads.base import HeadBatch, Objective
@@ -36,8 +39,10 @@ def serve_check(run: Run) -> dict[str, Any]:
     return {name: report[name] for name in ("ok", "identical_to_plain", "speedup_batch_1")}
 
 
-def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """Serve the prompts plainly and with the head at every k.
+def check_prompts(
+    run: Run, chosen: PromptSet, depths: list[int], max_new_tokens: int, spec: DrafterSpec | None = None
+) -> dict[str, Any]:
+    """Serve the prompts plainly and with the head, or another drafter, at every k.
 
     Returns:
         The object of `drafthead serve-check --json`; `predicted` and `served` are those of the first k, `by_k` has all.
@@ -45,15 +50,18 @@ def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens
     settings = run.recipe.serve_check
     prompts = chosen.prompts
     timed = list(range(len(prompts)))[: settings.timed_prompts]
+    engine_config(run, depths[0], spec)  # what cannot be served fails before anything is
     plain = _serve(run, prompts, timed, None, max_new_tokens, behind=max(depths))
-    loop = SpeculativeLoop(run)
-    survived = {
-        str(number): unroll(loop, prompt, plain.results[str(number)].token_ids, max(depths))
-        for number, prompt in enumerate(prompts)
-    }
+    loop = SpeculativeLoop(run, spec=spec)
+    survived = None
+    if spec is None:
+        survived = {
+            str(number): unroll(loop, prompt, plain.results[str(number)].token_ids, max(depths))
+            for number, prompt in enumerate(prompts)
+        }
     by_k = {}
     for k in depths:
-        served = _serve(run, prompts, timed, k, max_new_tokens)
+        served = _serve(run, prompts, timed, k, max_new_tokens, spec=spec)
         by_k[str(k)] = _compare(run, loop, prompts, plain, served, survived, k, max_new_tokens)
     first = by_k[str(depths[0])]
     return {
@@ -61,6 +69,7 @@ def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens
         "failures": [failure for one in by_k.values() for failure in one["failures"]],
         "prompts": len(prompts),
         "left_out": chosen.left_out,
+        "drafter": None if spec is None else str(spec),
         **{name: first[name] for name in ("k", "predicted", "served", "walk", "identical_to_plain")},
         "plain_ms_per_token": plain.median_ms_per_token,
         "speculative_ms_per_token": first["ms_per_token"],
@@ -72,26 +81,15 @@ def check_prompts(run: Run, chosen: PromptSet, depths: list[int], max_new_tokens
 
 
 def _serve(
-    run: Run, prompts: list[Prompt], timed: list[int], k: int | None, max_new_tokens: int, behind: int = 0
+    run: Run,
+    prompts: list[Prompt],
+    timed: list[int],
+    k: int | None,
+    max_new_tokens: int,
+    behind: int = 0,
+    spec: DrafterSpec | None = None,
 ) -> Served:
     """All prompts at once, with `behind` tokens more; then the timed ones alone."""
-    settings = run.recipe.serve_check
-    speculative, model = None, run.served_target.path
-    if k is not None:
-        export = run.input("export")
-        speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}
-        model = served_path(model, export)
-        if "model" in speculative:
-            # the run may have been moved since the export wrote its absolute path
-            speculative["model"] = str(export.resolve())
-    config = EngineConfig(
-        model=str(model.resolve()),
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=64,
-        kv_cache_gib=settings.kv_cache_gib,
-        speculative_config=speculative,
-    )
     requests = [
         Request(key=str(number), prompt_ids=prompt.ids, max_new_tokens=max_new_tokens + behind)
         for number, prompt in enumerate(prompts)
@@ -99,7 +97,38 @@ def _serve(
     alone = [replace(requests[number], max_new_tokens=max_new_tokens) for number in timed]
     log_path = run.path / "logs" / f"serve-{'plain' if k is None else f'k{k}'}.log"
     with progress(len(prompts) + len(timed), f"vLLM {'plain' if k is None else f'k={k}'}", "prompt") as bar:
-        return measure(config, requests, alone, log_path, lambda done, total: bar.update(done - bar.n))
+        config = engine_config(run, k, spec)
+        ordered = spec is not None and KINDS[spec.kind].remembers
+        return measure(config, requests, alone, log_path, lambda done, total: bar.update(done - bar.n), ordered)
+
+
+def engine_config(run: Run, k: int | None, spec: DrafterSpec | None = None) -> EngineConfig:
+    """How vLLM serves the run's head, or another drafter, with k draft tokens, or its target alone.
+
+    Raises:
+        InputError: vLLM cannot serve this drafter.
+    """
+    settings = run.recipe.serve_check
+    speculative, model = None, run.served_target.path
+    if spec is not None and k is not None:
+        speculative = speculative_config(spec, k)
+        if speculative is None:
+            raise InputError(f"--drafter {spec}: vLLM does not serve it; `drafthead eval --drafter` measures it")
+    elif k is not None:
+        export = run.input("export")
+        speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}
+        model = served_path(model, export)
+        if "model" in speculative:
+            # the run may have been moved since the export wrote its absolute path
+            speculative["model"] = str(export.resolve())
+    return EngineConfig(
+        model=str(model.resolve()),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=64,
+        kv_cache_gib=settings.kv_cache_gib,
+        speculative_config=speculative,
+    )
 
 
 def _compare(
@@ -108,7 +137,7 @@ def _compare(
     prompts: list[Prompt],
     plain: Served,
     served: Served,
-    survived: dict[str, torch.Tensor],
+    survived: dict[str, torch.Tensor] | None,
     k: int,
     max_new_tokens: int,
 ) -> dict[str, Any]:
@@ -117,22 +146,20 @@ def _compare(
     same = sum(ids == plain.results[key].token_ids[: len(ids)] for key, ids in texts.items())
     options = EvalOptions(k=k, temperature=0.0, max_new_tokens=max_new_tokens, limit=None)
     drafted = loop.generate(prompts, options, k=k)
-    rounds = [
-        RequestRounds(domain=prompt.domain, accepted=answer.accepted, num_tokens=len(answer.tokens) - 1)
-        for prompt, answer in zip(prompts, drafted, strict=True)
-    ]
-    predicted = summarize(rounds, k)
-    walked = summarize(_walk_served(prompts, plain, served, survived, k), k)
+    predicted = summarize(requests_of(prompts, drafted), k)
     counters = served.counters
     counted = from_counters(
-        counters.num_drafts,
-        counters.num_accepted_tokens_per_pos,
-        num_draft_tokens=counters.num_draft_tokens,
-        mean_of_requests=walked["mean_of_requests_acceptance_length"],
+        counters.num_drafts, counters.num_accepted_tokens_per_pos, num_draft_tokens=counters.num_draft_tokens
     )
-    counted["by_domain"] = walked["by_domain"]  # the counters know neither domains nor requests; the walk equals them
     by_loop = compare(predicted, counted, same, len(prompts), settings.tolerance)
-    by_walk = compare(walked, counted, same, len(prompts), WALK_TOLERANCE)
+    walked, by_walk = None, by_loop
+    if survived is None:
+        counted["by_domain"] = _served_by_domain(prompts, served, k)
+    else:
+        walked = summarize(_walk_served(prompts, plain, served, survived, k), k)
+        by_walk = compare(walked, counted, same, len(prompts), WALK_TOLERANCE)
+        # the counters know neither domains nor requests; the walk equals them
+        counted |= {name: walked[name] for name in ("mean_of_requests_acceptance_length", "by_domain")}
     plain_ms, own_ms = plain.median_ms_per_token, served.median_ms_per_token
     return {
         "ok": by_loop.ok and by_walk.ok,
@@ -145,6 +172,19 @@ def _compare(
         "ms_per_token": own_ms,
         "speedup_batch_1": plain_ms / own_ms if plain_ms and own_ms else None,
     }
+
+
+def _served_by_domain(prompts: list[Prompt], served: Served, k: int) -> dict[str, Any]:
+    """What vLLM counted for each request, added up by domain."""
+    by_domain: dict[str, Any] = {}
+    for domain in sorted({prompt.domain for prompt in prompts}):
+        results = [served.results[str(number)] for number, prompt in enumerate(prompts) if prompt.domain == domain]
+        accepted = [count for result in results for count in result.accepted]
+        drafted = sum(count for result in results for count in result.drafted)
+        per_pos = [sum(count > position for count in accepted) for position in range(k)]
+        by_domain[domain] = from_counters(len(accepted), per_pos, num_draft_tokens=drafted)
+        del by_domain[domain]["by_domain"]
+    return by_domain
 
 
 def _walk_served(
@@ -187,6 +227,6 @@ def unroll(loop: SpeculativeLoop, prompt: Prompt, answer: list[int], k: int) -> 
         documents=[(0, len(tokens))],
     )
     with torch.inference_mode():
-        output = loop.head(batch, loop.frozen, Objective(depth=k))
+        output = loop.head.head(batch, loop.head.frozen, Objective(depth=k))
     survived: torch.Tensor = output.survived_TK.cpu()
     return survived
