@@ -109,7 +109,7 @@ def test_an_end_of_turn_inside_an_accepted_run_ends_the_answer(
     length = text[len(prompt) :].index(end) + 1
     assert 1 < length <= 4
     (answer,) = decode(target, scripted([text], 1.0), [prompt], 8, DecodeOptions(max_new_tokens=17, end_ids=[end]))
-    assert answer == Answer(tokens=text[len(prompt) :][:length], accepted=[8], finish_reason="stop")
+    assert answer == Answer(tokens=text[len(prompt) :][:length], accepted=[8], drafted=[8], finish_reason="stop")
 
 
 @pytest.mark.parametrize("k", [1, 2, 4], ids=lambda k: f"k={k}")
