@@ -12,7 +12,7 @@ from drafthead.eval.drafters.suffix import SuffixOptions
 from drafthead.eval.engine import is_available
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, parse_drafter, speculative_config
 from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
-from drafthead.pipeline.recipe import TreeConfig
+from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.serve_check import check_prompts
 
@@ -106,12 +106,9 @@ def test_a_run_without_a_head_is_evaluated_with_a_drafter(only_prompts: Run, spe
 
 
 def test_a_sampled_evaluation_takes_typical_acceptance_and_no_tree(only_prompts: Run) -> None:
-    from drafthead.pipeline.recipe import TypicalConfig
-
     chosen = load_prompts(only_prompts, None, 4, NEW_TOKENS)
-    report = evaluate_prompts(
-        only_prompts, chosen, options_of(LOOKUP, temperature=1.0, typical=TypicalConfig(epsilon=0.0))
-    )
+    settings = {"temperature": 1.0, "typical": TypicalConfig(epsilon=0.0)}
+    report = evaluate_prompts(only_prompts, chosen, options_of("ngram:prompt_lookup_max=1", **settings))
     chain = report["typical"]["chain"]
     assert chain["draft_acceptance_rate"] == 1, "at epsilon 0 every draft is kept"
     assert chain["drafts"] < chain["passes"]
