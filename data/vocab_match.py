@@ -29,6 +29,7 @@ class Vocabulary:
     """Rows of the embedding table, padding included."""
     bos_id: int | None
     eos_id: int | None
+    unk_id: int | None
     add_bos: bool
     add_eos: bool
     space_prefixes: tuple[str, ...]
@@ -77,10 +78,11 @@ def _texts(target: Vocabulary, draft: Vocabulary) -> list[dict[str, Any]]:
     return [{**failure, "differing": len(differing), "first": first}]
 
 
-def count_shared(target: Vocabulary, draft: Vocabulary) -> int:
-    """Tokens of the draft model that the target has too, spaces spelled alike; vLLM drafts only these."""
+def shared_tokens(target: Vocabulary, draft: Vocabulary) -> list[tuple[int, int]]:
+    """Target id and draft id of each token that both have, spaces spelled alike; vLLM drafts only these."""
     ours, theirs = _normalized(target), _normalized(draft)
-    return sum(ours[text] < target.size and theirs[text] < draft.size for text in ours.keys() & theirs.keys())
+    pairs = ((number, theirs[text]) for text, number in ours.items() if text in theirs)
+    return [(one, other) for one, other in pairs if one < target.size and other < draft.size]
 
 
 def _normalized(vocabulary: Vocabulary) -> dict[str, int]:

@@ -86,14 +86,31 @@ class Drafter(Protocol):
         """Keep only these requests."""
 
 
+class GrowingTree(Protocol):
+    """A draft tree of each request that is run level by level: row 0 is the root, then come the nodes as they are run.
+
+    What follows a node is given as tokens and the logarithms of their draft probabilities, both [B, Q, R], the
+    likeliest first; R is at most `count`.
+    """
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """What follows the last observed slot; Q = 1."""
+
+    def deeper(self, parent_BQ: Tensor, token_BQ: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Run nodes of the next level, given by their parents' rows and their tokens; what follows them."""
+
+
 class TreeDrafter(Drafter, Protocol):
-    """A drafter that proposes the nodes of a static tree as well."""
+    """A drafter that proposes the nodes of a tree as well."""
 
     max_depth: int
     """Draft steps that it has."""
 
     def draft_tree(self, shape: TreeShape) -> Tensor:
-        """Token of each node [B, N]: of its draft step, given the path to its parent, the one of the node's rank."""
+        """Of a static tree: the token of each node [B, N], at its rank behind the path to its parent."""
+
+    def open_tree(self) -> GrowingTree:
+        """A tree that grows from the last observed slot; it leaves no traces."""
 
     def rank_tokens(self, given_BK: Tensor, count: int) -> Tensor:
         """The most likely tokens of K draft steps, the likeliest first, each step given the tokens of those before it.

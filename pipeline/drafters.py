@@ -7,16 +7,23 @@ folder) may stand there by itself. A new kind is an entry of `KINDS`.
 """
 
 import difflib
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from drafthead.data.errors import InputError
+from drafthead.data.vocab_match import Vocabulary, find_mismatches
+from drafthead.eval.drafters.draft_model import DraftModel, DraftModelOptions
 from drafthead.eval.drafters.ngram import NgramDrafter, NgramOptions
+from drafthead.eval.drafters.shared_vocab import SharedVocabulary
+from drafthead.eval.drafters.skip_layers import SkipLayers, SkipLayersOptions
 from drafthead.eval.drafters.suffix import SuffixDrafter, SuffixOptions
-from drafthead.eval.protocols import Drafter
+from drafthead.eval.hf_target import HFTarget
+from drafthead.eval.protocols import Drafter, TargetModel
 from drafthead.pipeline.target import Target
+from drafthead.pipeline.vocab_check import find_folder, read_vocabulary
 from pydantic import TypeAdapter, ValidationError
 
 NewDrafter = Callable[[], Drafter]
@@ -29,8 +36,8 @@ class Surroundings:
 
     target: Target
     """The served target's folder."""
-    model: Any
-    """The same target, loaded in transformers."""
+    in_loop: TargetModel
+    """The same target, as the loop runs it."""
     device: str
     dtype: torch.dtype
     max_model_len: int
@@ -79,7 +86,57 @@ def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
     return lambda options, k: {"method": method, "num_speculative_tokens": k, **asdict(options)}
 
 
+DRAFT_MODEL = "--drafter draft-model"
+
+
+def _prepare_draft_model(options: DraftModelOptions, around: Surroundings) -> NewDrafter:
+    folder = find_folder(DRAFT_MODEL, options.model)
+    ours, theirs = read_vocabulary(around.target.path), read_vocabulary(folder)
+    shared = None
+    if options.use_heterogeneous_vocab:
+        shared = SharedVocabulary.of(ours, theirs, around.device)
+        tokens = f"{shared.num_shared} of the target's {ours.size} tokens ({shared.share_of_target:.1%})"
+        print(f"draft model {options.model}: it can draft {tokens}, those that both vocabularies have", file=sys.stderr)
+    else:
+        check_same_tokens(ours, theirs, options.model)
+    model = Target(folder).load(around.dtype, around.device)
+    return lambda: DraftModel(model, shared)
+
+
+def check_same_tokens(target: Vocabulary, draft: Vocabulary, name: str) -> None:
+    """Refuse a draft model whose ids mean other texts, or whose vocabulary vLLM refuses for its size.
+
+    Raises:
+        InputError: Naming what differs, both values, and the option that does without.
+    """
+    rules = {one["rule"]: one["message"] for one in find_mismatches(target, draft)}
+    sizes = f"{target.size} tokens in the target, {draft.size} in the draft model, which vLLM refuses"
+    message = rules.get("token_texts") or (sizes if target.size != draft.size else None)
+    if message:
+        raise InputError(f"{DRAFT_MODEL} {name}: {message}; add ,use_heterogeneous_vocab=true")
+
+
+def _serve_draft_model(options: DraftModelOptions, k: int) -> dict[str, Any]:
+    folder = find_folder(DRAFT_MODEL, options.model)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k}
+    return {**config, "use_heterogeneous_vocab": True} if options.use_heterogeneous_vocab else config
+
+
+def _prepare_skip_layers(options: SkipLayersOptions, around: Surroundings) -> NewDrafter:
+    target = around.in_loop
+    if not isinstance(target, HFTarget):
+        raise InputError("--drafter skip-layers: it reads the target's cache, and this target has none")
+    drafter = SkipLayers(target, options.ids)
+    return lambda: drafter
+
+
 KINDS: dict[str, Kind] = {
+    "draft-model": Kind(
+        options=DraftModelOptions, prepare=_prepare_draft_model, serve=_serve_draft_model, main="model"
+    ),
+    "skip-layers": Kind(
+        options=SkipLayersOptions, prepare=_prepare_skip_layers, serve=lambda options, k: None, main="layers"
+    ),
     "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
     "suffix": Kind(options=SuffixOptions, prepare=_prepare_suffix, serve=_serve_by("suffix"), remembers=True),
 }

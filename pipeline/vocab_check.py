@@ -12,7 +12,7 @@ from typing import Any
 
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json
-from drafthead.data.vocab_match import Vocabulary, count_shared, find_mismatches
+from drafthead.data.vocab_match import Vocabulary, find_mismatches, shared_tokens
 from drafthead.pipeline.target import open_target
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def check_vocabularies(target: str, draft: str) -> dict[str, Any]:
     Raises:
         InputError: A folder or its tokenizer cannot be read.
     """
-    paths = {"target": _folder("--target", target), "draft": _folder("--draft", draft)}
+    paths = {"target": find_folder("--target", target), "draft": find_folder("--draft", draft)}
     read = {role: read_vocabulary(path) for role, path in paths.items()}
     failures = find_mismatches(read["target"], read["draft"])
     return {
@@ -44,7 +44,7 @@ def check_vocabularies(target: str, draft: str) -> dict[str, Any]:
 
 def _vllm(target: Vocabulary, draft: Vocabulary, path: Path) -> dict[str, Any]:
     same_size = target.size == draft.size
-    shared = count_shared(target, draft)
+    shared = len(shared_tokens(target, draft))
     config = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
     return {
         "same_size": same_size,
@@ -65,7 +65,12 @@ def _described(vocabulary: Vocabulary) -> dict[str, Any]:
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-def _folder(option: str, name: str) -> Path:
+def find_folder(option: str, name: str) -> Path:
+    """A model's folder, given by path or as `builtin:`.
+
+    Raises:
+        InputError: Naming the option.
+    """
     if name.startswith("builtin:"):
         return open_target(name).path
     path = Path(name).expanduser()
@@ -92,6 +97,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         size=_table_rows(folder) or max(ids.values()) + 1,
         bos_id=bos_id,
         eos_id=eos_id,
+        unk_id=tokenizer.unk_token_id,
         add_bos=bos_id is not None and encoded[:1] == [bos_id],
         add_eos=eos_id is not None and encoded[-1:] == [eos_id],
         space_prefixes=_space_prefixes(tokenizer),

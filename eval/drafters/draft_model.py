@@ -7,6 +7,7 @@ target's, so writing a position again is the roll-back.
 Shapes: B requests, Q new tokens of a pass, K draft tokens, V target vocabulary, U draft vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,21 @@ from drafthead.eval.protocols import TargetPass
 from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftModelOptions:
+    """Which model drafts, by vLLM's names."""
+
+    model: str
+    """Its folder."""
+    use_heterogeneous_vocab: bool = False
+    """Its tokens are others than the target's: draft those that both have."""
+
+
 class DraftModel:
     """Implements `protocols.Drafter` with a causal language model in transformers.
 
     Raises:
-        InputError: A layer of the model does not use full attention.
+        InputError: As `HFTarget`.
     """
 
     def __init__(self, model: Any, vocabulary: SharedVocabulary | None = None):
@@ -49,7 +60,7 @@ class DraftModel:
         tokens = [self.token_B]
         for step in range(1, k):
             tokens.append(self._next(tokens[-1][:, None], self.position_B[:, None] + step, None))
-        return torch.stack(tokens[:k], 1)
+        return torch.stack(tokens, 1)
 
     def select(self, rows: Tensor) -> None:
         self.model.select(rows)

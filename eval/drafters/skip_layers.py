@@ -88,7 +88,12 @@ def without_layers(model: Any, skipped: Collection[int]) -> nn.Module:
     kept = [block for layer, block in enumerate(blocks) if layer not in skipped]
     if not kept:
         raise InputError(f"skip-layers: all {len(blocks)} layers are skipped; leave some to draft with")
-    thinner = copy.copy(decoder)
+    thinner: Any = copy.copy(decoder)
+    thinner.config = copy.deepcopy(decoder.config)
+    thinner.config.num_hidden_layers = len(kept)
+    if kinds := thinner.config.to_dict().get("layer_types"):  # which mask each layer is given
+        thinner.config.layer_types = [kind for layer, kind in enumerate(kinds) if layer not in skipped]
     (name,) = (name for name, child in decoder.named_children() if child is blocks)
     thinner._modules = {**decoder._modules, name: nn.ModuleList(kept)}
+    assert isinstance(thinner, nn.Module)
     return thinner

@@ -137,6 +137,13 @@ def draft_ids(target_ids_U: Tensor, vocab_size: int) -> Tensor:
     return draft_ids_V
 
 
+def rank_with_confidence(logits_BQU: Tensor, target_ids_U: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely draft tokens [B, Q, R] as target ids, and the logarithms of their draft probabilities."""
+    log_q_BQU = logits_BQU.float().log_softmax(-1)
+    log_q_BQR, best_BQR = log_q_BQU.topk(min(count, log_q_BQU.shape[-1]), -1)
+    return target_ids_U[best_BQR], log_q_BQR
+
+
 class DraftLMHead(nn.Module):
     """The draft lm_head [U, D]; its forward pass includes the loss, so that ZeRO-3 has gathered the weight."""
 

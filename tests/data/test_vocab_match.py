@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafthead.data.vocab_match import Vocabulary, count_shared, find_mismatches
+from drafthead.data.vocab_match import Vocabulary, find_mismatches, shared_tokens
 
 from tests.eval.vllm_source import take
 
@@ -17,6 +17,7 @@ TARGET = Vocabulary(
     size=len(TOKENS),
     bos_id=0,
     eos_id=1,
+    unk_id=0,
     add_bos=True,
     add_eos=False,
     space_prefixes=("Ġ",),
@@ -98,5 +99,8 @@ def test_common_tokens_are_those_of_vllm(size: int) -> None:
     target = replace(TARGET, size=size)
     mapping = take("v1/spec_decode/vocab_mapping.py", logger=logging.getLogger("quiet"))["VocabMapping"]
     vllm = mapping(_Tokenizer(target), _Tokenizer(draft), target.size, draft.size, torch.device("cpu"))
-    assert count_shared(target, draft) == vllm.intersection_size
+    shared = shared_tokens(target, draft)
+    assert len(shared) == vllm.intersection_size
     assert 0 < vllm.intersection_size <= size
+    assert {one: int(vllm.target_to_draft_ids[one]) for one, _ in shared} == dict(shared)
+    assert {other: int(vllm.draft_to_target_ids[other]) for _, other in shared} == {b: a for a, b in shared}
