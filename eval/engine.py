@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -26,6 +27,8 @@ from typing import IO, Any, Literal
 from drafthead.data.errors import InputError
 
 PREFIX = "vllm:spec_decode_num_"
+STEPS_KEPT = 65_536
+"""Steps that the child remembers until it is asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,18 @@ class Result:
     """Draft tokens kept, round by round, as the counters count them: passes without a draft are no rounds."""
     drafted: list[int] = field(default_factory=list)
     """Draft tokens proposed in each of these rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the engine that gave tokens."""
+
+    seconds: float
+    """Steps without tokens since the one before included."""
+    num_requests: int
+    num_first: int
+    """Requests whose first tokens these were: their prompts ran in this step."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +202,11 @@ class Engine:
         self._write({"counters": True})
         return DraftCounters(**self._read()["counters"])
 
+    def steps(self) -> list[Step]:
+        """Steps since the engine was last asked for them; while no request is outstanding."""
+        self._write({"steps": True})
+        return [Step(**one) for one in self._read()["steps"]]
+
     def _write(self, message: dict[str, Any]) -> None:
         try:
             pipe = _pipe(self.process.stdin)
@@ -239,6 +259,36 @@ def _counters(engine: Any) -> DraftCounters:
     )
 
 
+class StepLog:
+    """Times the engine's steps and counts the tokens that each gives."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self.seconds = 0.0
+        self.known: dict[str, int] = {}
+        """Tokens so far of each request that is going on."""
+
+    def run(self, step: Callable[[], list[Any]]) -> list[Any]:
+        """Run one step of vLLM's engine; its outputs hold each request's tokens from the first on."""
+        start = time.perf_counter()
+        outputs = step()
+        self.seconds += time.perf_counter() - start
+        if outputs:
+            before = [self.known.pop(one.request_id, 0) for one in outputs]
+            now = [len(one.outputs[0].token_ids) for one in outputs]
+            self.known |= {one.request_id: count for one, count in zip(outputs, now, strict=True) if not one.finished}
+            self.steps.append(
+                Step(
+                    seconds=self.seconds,
+                    num_requests=len(outputs),
+                    num_first=before.count(0),
+                    num_tokens=sum(now) - sum(before),
+                )
+            )
+            self.seconds = 0.0
+        return outputs
+
+
 def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     """Load the engine, then answer the parent until its pipe closes."""
     from vllm import LLM, RequestOutput, SamplingParams
@@ -259,6 +309,7 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     )
     engine = llm.llm_engine
     started: dict[str, float] = {}
+    log = StepLog()
 
     def send(message: dict[str, Any]) -> None:
         emit.write(json.dumps(message) + "\n")
@@ -267,6 +318,10 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     def handle(message: dict[str, Any]) -> None:
         if "counters" in message:
             send({"counters": asdict(_counters(engine))})
+            return
+        if "steps" in message:
+            send({"steps": [asdict(one) for one in log.steps]})
+            log.steps.clear()
             return
         request = Request(**message["add"])
         params = SamplingParams(
@@ -289,7 +344,7 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
         while not inbox.empty():
             handle(inbox.get())
         finished = unwritten
-        for output in engine.step():
+        for output in log.run(engine.step):
             if output.finished:
                 assert isinstance(output, RequestOutput)
                 completion = output.outputs[0]

@@ -5,7 +5,7 @@ Not what a run would do: that is `drafthead run --plan` (pipeline/plan.py).
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -25,40 +25,47 @@ class BatchCost(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCost:
-    """Row costs at some batch sizes: linear between them, the nearest one's outside.
+    """Costs at some batch sizes: linear between them, the nearest one's outside.
 
     Raises:
         InputError: No or impossible batch sizes, or a cost that is none.
     """
 
-    draft: float
+    draft_by_batch: Mapping[int, float]
     row_by_batch: Mapping[int, float]
-    _batches: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = "row-cost-by-batch"
-        if not self.row_by_batch:
-            raise InputError(f"{name}: empty; give BATCH:COST pairs, for instance 1:0.02,8:0.1,64:0.6")
-        check_cost("draft-cost", self.draft)
-        for batch, cost in self.row_by_batch.items():
-            if not 1 <= batch <= MAX_BATCH:
-                raise InputError(f"{name}: batch size {batch}; a batch has 1 to {MAX_BATCH} requests")
-            check_cost(f"{name} at batch {batch}", cost)
-        object.__setattr__(self, "_batches", sorted(self.row_by_batch))
+        for name, costs in (("draft-cost", self.draft_by_batch), ("row-cost", self.row_by_batch)):
+            if not costs:
+                raise InputError(f"{name}-by-batch: empty; give BATCH:COST pairs, for instance 1:0.02,8:0.1,64:0.6")
+            for batch, cost in costs.items():
+                if not 1 <= batch <= MAX_BATCH:
+                    raise InputError(f"{name}-by-batch: batch size {batch}; a batch has 1 to {MAX_BATCH} requests")
+                check_cost(f"{name}-by-batch at batch {batch}", cost)
+
+    @classmethod
+    def of_rows(cls, draft: float, row_by_batch: Mapping[int, float]) -> "MeasuredCost":
+        """Drafting that costs the same share of a plain step at every batch size."""
+        check_cost("draft-cost", draft)
+        return cls(draft_by_batch={1: draft}, row_by_batch=row_by_batch)
+
+    def draft(self, batch: int) -> float:
+        return _between(self.draft_by_batch, batch)
 
     def row(self, batch: int) -> float:
-        at = self._batches
-        right = bisect_left(at, batch)
-        if right == len(at):
-            return self.row_by_batch[at[-1]]
-        if right == 0 or at[right] == batch:
-            return self.row_by_batch[at[right]]
-        low, high = at[right - 1], at[right]
-        share = (batch - low) / (high - low)
-        return (1 - share) * self.row_by_batch[low] + share * self.row_by_batch[high]
+        return _between(self.row_by_batch, batch)
 
     def __call__(self, batch: int, k: int) -> float:
-        return LinearCost(draft=self.draft, row=self.row(batch))(k)
+        return LinearCost(draft=self.draft(batch), row=self.row(batch))(k)
+
+
+def _between(costs: Mapping[int, float], batch: int) -> float:
+    """Linear between the batch sizes that have a cost; outside that of the nearest."""
+    at = sorted(costs)
+    right = min(bisect_left(at, batch), len(at) - 1)
+    low, high = at[max(0, right - 1)], at[right]
+    share = min(1.0, max(0.0, (batch - low) / (high - low))) if low < high else 1.0
+    return (1 - share) * costs[low] + share * costs[high]
 
 
 @dataclass(frozen=True, kw_only=True)

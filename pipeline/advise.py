@@ -1,12 +1,11 @@
 """`drafthead plan`: how many draft tokens to serve with, from measured acceptance and costs, or that it does not pay.
 
     drafthead plan --conditional 0.8,0.6,0.5 --draft-cost 0.1 --row-cost 0.35
-    drafthead plan runs/eagle3 --draft-cost 0.05 --row-cost-by-batch 1:0.02,8:0.1,64:0.6
+    drafthead cost runs/eagle3 && drafthead plan runs/eagle3
 
 Not what a run would do: that is `drafthead run RECIPE --plan` (plan.py beside this file).
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +16,12 @@ from typing import Any
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json
 from drafthead.eval.adaptive_k import rates_of, replay_adaptive, replay_static
-from drafthead.eval.economics import LinearCost, Rates, RoundCost, choose_k, choose_k_geometric
-from drafthead.eval.plan import BatchCost, MeasuredCost, RooflineCost, plan_by_batch, static_break_even
+from drafthead.eval.economics import LinearCost, Rates, RoundCost, check_cost, choose_k, choose_k_geometric
+from drafthead.eval.plan import MeasuredCost, RooflineCost, plan_by_batch, static_break_even
 from drafthead.eval.roofline import ModelSize, Roofline, find_device
+from drafthead.pipeline.measured_costs import Costs, measured_costs
 from drafthead.pipeline.recipe import MedusaConfig, load_recipe
+from drafthead.pipeline.rounds import ROUNDS_FILE, Trace, read_trace
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.target import open_target
 
@@ -55,30 +56,13 @@ class Acceptance:
     by_domain: dict[str, Rates]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What rounds cost and where that is from; `batches` is None where one cost was given for no batch size."""
-
-    cost: BatchCost
-    batches: Sequence[int] | None
-    says: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Recorded rounds: how many of `k` draft tokens each kept."""
-
-    k: int
-    kept: list[int]
-
-
 def advise(options: AdviceOptions, run: Run | None) -> dict[str, Any]:
     """The object of `drafthead plan --json`; `k`, `speedup` and `table` are those of the smallest batch.
 
     Raises:
         InputError: A value cannot be used or is missing; names the option or the file.
     """
-    trace = None if options.trace is None else read_trace(options.trace)
+    trace = find_trace(options.trace, run)
     acceptance = find_acceptance(options, run, trace)
     costs = find_costs(options, run)
     rates = acceptance.rates
@@ -147,6 +131,8 @@ def simulate(trace: Trace, cost: RoundCost) -> dict[str, Any]:
     adaptive, static = replay_adaptive(trace.kept, cost, trace.k), replay_static(trace.kept, cost, trace.k)
     return {
         "rounds": len(trace.kept),
+        "rounds_from": str(trace.path),
+        "k": trace.k,
         "speedup": adaptive.speedup,
         "settled_k": adaptive.settled_k,
         "static_k": static.ks[0],
@@ -155,6 +141,15 @@ def simulate(trace: Trace, cost: RoundCost) -> dict[str, Any]:
 
 
 # ---- acceptance ------------------------------------------------------------------------------------------
+
+
+def find_trace(given: Path | None, run: Run | None) -> Trace | None:
+    """The rounds of the given file, else those that the run's evaluation recorded."""
+    if given is not None or run is None:
+        return None if given is None else read_trace(given)
+    recorded = run.path / "eval" / ROUNDS_FILE
+    # evaluations made before there was this file have none
+    return read_trace(recorded) if recorded.is_file() else None
 
 
 def find_acceptance(options: AdviceOptions, run: Run | None, trace: Trace | None) -> Acceptance:
@@ -171,7 +166,7 @@ def find_acceptance(options: AdviceOptions, run: Run | None, trace: Trace | None
     if run is not None:
         return of_run(run)
     if trace is not None:
-        return Acceptance(rates=rates_of(trace.kept, trace.k), source=str(options.trace), by_domain={})
+        return Acceptance(rates=rates_of(trace.kept, trace.k), source=str(trace.path), by_domain={})
     raise InputError("plan: no acceptance rates; give RUN_DIR, --conditional 0.8,0.6,0.5 or --trace FILE")
 
 
@@ -198,41 +193,11 @@ def judged(conditional: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(known)
 
 
-def read_trace(path: Path) -> Trace:
-    """Recorded rounds: JSONL of `{"k": 5, "accepted": [3, 0, 1]}`, one line an answer.
-
-    Raises:
-        InputError: Naming the line that is something else.
-    """
-    ks, kept = set(), []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
-        raise InputError(f"trace: {path}: no such text file") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            k, accepted = value["k"], value["accepted"]
-            if not (type(k) is int and k >= 1 and all(type(one) is int and 0 <= one <= k for one in accepted)):
-                raise ValueError
-        except (ValueError, TypeError, KeyError):
-            shown = '{"k": 5, "accepted": [3, 0, 1]} with every number from 0 to k'
-            raise InputError(f"trace: {path} line {number}: not a line like {shown}") from None
-        ks.add(k)
-        kept += accepted
-    if len(ks) != 1 or not kept:
-        found = f"k={', '.join(map(str, sorted(ks)))}" if kept else "no rounds"
-        raise InputError(f"trace: {path}: {found}; record rounds with one k")
-    return Trace(k=ks.pop(), kept=kept)
-
-
 # ---- costs -----------------------------------------------------------------------------------------------
 
 
 def find_costs(options: AdviceOptions, run: Run | None) -> Costs:
-    """Costs that were given, else what the run's served check timed.
+    """Costs that were given, else those that were measured for the run, else what its served check timed.
 
     Raises:
         InputError: One is missing, or two contradict each other.
@@ -250,17 +215,21 @@ def find_costs(options: AdviceOptions, run: Run | None) -> Costs:
         raise InputError(f"plan: {' and '.join(of_rows)} both say what rows cost; give one")
     if options.device is None and (options.target is not None or options.context is not None):
         raise InputError("plan: --target and --context describe a --device; give that too")
+    draft, row = parse_cost("draft-cost", options.draft_cost), parse_cost("row-cost", options.row_cost)
+    if run is not None and of_rows.keys() <= {"--row-cost"} and (not of_rows or draft is None):
+        found = measured_costs(run, draft, row)
+        if found is not None:
+            return found
     if not of_rows and options.draft_cost is None and run is not None:
         return served_costs(run)
-    if not of_rows or options.draft_cost is None:
+    if not of_rows or draft is None:
         raise InputError(f"{'draft-cost' if of_rows else 'row-cost'}: missing; {COSTS_REMEDY}")
-    draft = parse_number("draft-cost", options.draft_cost)
-    if options.row_cost is not None:
-        linear = LinearCost(draft=draft, row=parse_number("row-cost", options.row_cost))
+    if row is not None:
+        linear = LinearCost(draft=draft, row=row)
         says = {"costs_from": "--draft-cost, --row-cost", "draft_cost": linear.draft, "row_cost": linear.row}
         return Costs(cost=lambda batch, k: linear(k), batches=None, says=says)
     if options.row_cost_by_batch is not None:
-        measured = MeasuredCost(draft=draft, row_by_batch=parse_row_costs(options.row_cost_by_batch))
+        measured = MeasuredCost.of_rows(draft, parse_row_costs(options.row_cost_by_batch))
         by_batch = {str(batch): cost for batch, cost in sorted(measured.row_by_batch.items())}
         says = {"costs_from": "--draft-cost, --row-cost-by-batch", "draft_cost": draft, "row_cost_by_batch": by_batch}
         return Costs(cost=measured, batches=sorted(measured.row_by_batch), says=says)
@@ -298,7 +267,8 @@ def served_costs(run: Run) -> Costs:
     try:
         report = run.report("serve-check")
     except InputError as error:
-        raise InputError(f"{error}, or {COSTS_REMEDY}") from None
+        measure = f"or `drafthead cost {run.path}`, or"
+        raise InputError(f"{error}, {measure} {COSTS_REMEDY}") from None
     plain_ms = report["plain_ms_per_token"]
     extra = {
         one["k"]: one["served"]["mean_acceptance_length"] * one["ms_per_token"] / plain_ms - 1
@@ -344,6 +314,15 @@ def parse_number(field: str, text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise InputError(f"{field}: {text.strip()!r} is not a number")
+    return value
+
+
+def parse_cost(field: str, text: str | None) -> float | None:
+    """A cost, where one was given."""
+    if text is None:
+        return None
+    value = parse_number(field, text)
+    check_cost(field, value)
     return value
 
 

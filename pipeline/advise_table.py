@@ -8,6 +8,7 @@ def render_advice(advice: dict[str, Any]) -> str:
     lines = [
         f"rates  {' '.join(f'{rate:.3f}' for rate in advice['conditional'])} conditional, by {advice['rates_from']}",
         f"costs  {describe_costs(advice)}, by {advice['costs_from']}",
+        *misfit_lines(advice.get("poor_fit_by_batch", {})),
         "",
         *table_lines(advice),
         "",
@@ -19,9 +20,9 @@ def render_advice(advice: dict[str, Any]) -> str:
     if adaptive := advice.get("adaptive"):
         lines += [
             "",
-            f"k chosen round by round over {adaptive['rounds']} recorded rounds: {adaptive['speedup']:.2f}x, "
-            f"settles on k={adaptive['settled_k']}; the best k kept throughout: k={adaptive['static_k']}, "
-            f"{adaptive['static_speedup']:.2f}x",
+            f"k chosen round by round over the {adaptive['rounds']} rounds of {adaptive['rounds_from']}: "
+            f"{adaptive['speedup']:.2f}x, settles on k={adaptive['settled_k']}; the best k kept throughout: "
+            f"k={adaptive['static_k']}, {adaptive['static_speedup']:.2f}x",
         ]
     return "\n".join(lines)
 
@@ -29,14 +30,30 @@ def render_advice(advice: dict[str, Any]) -> str:
 def describe_costs(advice: dict[str, Any]) -> str:
     if "cost_per_draft_token" in advice:
         return f"{advice['cost_per_draft_token']:.3f} plain steps a draft token, its row included"
+    if "cost_per_draft_token_by_batch" in advice:
+        both = describe_by_batch(advice["cost_per_draft_token_by_batch"])
+        return f"plain steps a draft token, its row included: {both}; linear between"
+    if "draft_cost_by_batch" in advice:
+        draft, row = (describe_by_batch(advice[f"{name}_cost_by_batch"]) for name in ("draft", "row"))
+        return f"plain steps to draft a token: {draft}; for its row: {row}; linear between"
     draft = f"{advice['draft_cost']:g} plain steps to draft a token"
     if "row_cost" in advice:
         return f"{draft}, {advice['row_cost']:g} for its row"
     if "row_cost_by_batch" in advice:
-        rows = ", ".join(f"{cost:g} at batch {batch}" for batch, cost in advice["row_cost_by_batch"].items())
-        return f"{draft}; for its row {rows}; linear between"
+        return f"{draft}; for its row {describe_by_batch(advice['row_cost_by_batch'])}; linear between"
     crossover = f"without caches compute-bound above {advice['compute_bound_tokens']:.0f} tokens a pass"
     return f"{draft}; context {advice['context']}; {crossover}"
+
+
+def describe_by_batch(costs: dict[str, float]) -> str:
+    return ", ".join(f"{cost:.3g} at batch {batch}" for batch, cost in costs.items())
+
+
+def misfit_lines(errors: dict[str, float]) -> list[str]:
+    return [
+        f"warning: at batch {batch} the fitted cost of a round is off by up to {error:+.0%} of the measured one"
+        for batch, error in errors.items()
+    ]
 
 
 def table_lines(advice: dict[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ A round over k draft tokens costs 1 + k * (draft-cost + row-cost) plain target s
 speculate. (What a run would do is `drafthead run RECIPE --plan`.)
 
   drafthead plan --conditional 0.8,0.6,0.5 --draft-cost 0.1 --row-cost 0.35
+  drafthead cost runs/eagle3 && drafthead plan runs/eagle3
   drafthead plan runs/eagle3 --draft-cost 0.05 --row-cost-by-batch 1:0.02,8:0.1,64:0.6
   drafthead plan runs/eagle3 --draft-cost 0.05 --device h100-sxm
 """
@@ -135,6 +136,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
     preflight.add_argument("--target", required=True)
+    _add_cost(commands)
 
     inspect = _add(commands, "inspect", "show which tokens of conversations are supervised", run_inspect)
     inspect.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the rows of a run, or:")
@@ -180,10 +182,33 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--target", metavar="DIR", help="whose passes --device runs, where no run is given")
     plan.add_argument("--context", metavar="N", help="tokens of a request, whose cache --device reads (1024)")
     plan.add_argument(
+def _add_cost(commands: Any) -> None:
+    cost = _add(commands, "cost", "what drafting and verification cost here, by batch size and k", run_cost)
+    cost.epilog = "example: drafthead cost runs/eagle3 --batches 1,8,32 --k 1,2,3,5"
+    cost.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    cost.add_argument("--batches", type=_whole_numbers, metavar="B,B,...", help="requests of a round (1,2,4,8,16,32)")
+    cost.add_argument("--k", type=_whole_numbers, metavar="K,K,...", help="draft tokens of a round (1,2,3,5)")
+    cost.add_argument(
+        "--context", type=_positive, metavar="N", help="tokens of each request before the first round (256)"
+    )
+    cost.add_argument("--drafter", metavar="SPEC", help=DRAFTER_HELP)
+    cost.add_argument(
+        "--serve",
+        type=_whole_numbers,
+        nargs="?",
+        const=(),
+        metavar="B,B,...",
+        help="time vLLM too, plain and with each k, at these batch sizes (1,4,16); minutes",
+    )
+
+
         "--max-k", metavar="N", help="largest k to consider; behind the given rates the last is held, and marked so"
     )
     plan.add_argument(
-        "--trace", type=Path, metavar="FILE", help='also simulate adaptive k; JSONL of {"k": 5, "accepted": [3, 0]}'
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help='replay an adaptive k on these rounds instead of the evaluation; JSONL of {"k": 5, "accepted": [3, 0]}',
     )
 
 
@@ -243,6 +268,10 @@ def _number(text: str, what: str, is_good: Callable[[float], bool]) -> float:
 
 
 def _json_object(text: str) -> dict[str, Any]:
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -414,6 +443,21 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from drafthead.data.inspection import print_inspection
 
     inspect = _inspect_run if arguments.run_dir else _inspect_file
+def run_cost(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.cost import CostOptions, measure_cost
+    from drafthead.pipeline.cost_table import render_cost
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    run = open_run(arguments.run_dir, STAGES, [])
+    asked = {one.name: getattr(arguments, one.name) for one in fields(CostOptions)}
+    options = CostOptions(**{name: value for name, value in asked.items() if value is not None})
+    with _output_of_stages_to_stderr():
+        report = measure_cost(run, options)
+    _print(arguments, report, render_cost(report))
+    return 0
+
+
     template, inspection = inspect(arguments)
     if arguments.json:
         print(json.dumps(inspection.as_json(template), ensure_ascii=False))

@@ -1,18 +1,24 @@
 """k by batch size: the schedule is what vLLM makes of it, and off where it loses."""
 
+import ast
 import importlib.util
+import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafthead.data.errors import InputError
 from drafthead.eval.economics import LinearCost, Rates, choose_k
 from drafthead.eval.plan import BatchPlan, MeasuredCost, RooflineCost, plan_by_batch, static_break_even
 from drafthead.eval.roofline import DEVICES, ModelSize, Roofline
+from pydantic import TypeAdapter
+
+from tests.eval.vllm_source import vllm_folder
 
 RATES = Rates(conditional=(0.8, 0.6, 0.5))
 ROWS = {1: 0.02, 8: 0.1, 64: 1.0}
-COST = MeasuredCost(draft=0.05, row_by_batch=ROWS)
+COST = MeasuredCost.of_rows(0.05, row_by_batch=ROWS)
 
 
 def planned() -> BatchPlan:
@@ -30,7 +36,7 @@ def test_row_costs_are_linear_between_batch_sizes_and_held_outside() -> None:
     assert COST.row(4) == pytest.approx(0.02 + 3 / 7 * 0.08)
     assert COST.row(8) == 0.1
     assert COST.row(500) == 1.0
-    assert MeasuredCost(draft=0, row_by_batch={4: 0.3, 8: 0.5}).row(1) == 0.3
+    assert MeasuredCost.of_rows(0, row_by_batch={4: 0.3, 8: 0.5}).row(1) == 0.3
 
 
 def test_the_schedule_covers_every_batch_size_once_with_its_best_k() -> None:
@@ -69,9 +75,9 @@ def test_break_even_is_where_the_first_batch_is_off() -> None:
 
 
 def test_what_pays_everywhere_has_no_break_even_and_what_never_does_no_config() -> None:
-    cheap = plan_by_batch(RATES, MeasuredCost(draft=0, row_by_batch={1: 0, 16: 0.1}), [1, 16], 3)
+    cheap = plan_by_batch(RATES, MeasuredCost.of_rows(0, row_by_batch={1: 0, 16: 0.1}), [1, 16], 3)
     assert cheap.break_even_batch is None
-    dear = plan_by_batch(RATES, MeasuredCost(draft=2, row_by_batch={1: 0, 16: 0.1}), [1, 16], 3)
+    dear = plan_by_batch(RATES, MeasuredCost.of_rows(2, row_by_batch={1: 0, 16: 0.1}), [1, 16], 3)
     assert (dear.break_even_batch, dear.schedule, dear.vllm_settings()) == (1, [(1, 16, 0)], None)
 
 
@@ -98,4 +104,29 @@ def test_a_device_that_computes_switches_off() -> None:
 )
 def test_impossible_row_costs_are_refused(rows: dict[int, float], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        MeasuredCost(draft=0, row_by_batch=rows)
+        MeasuredCost.of_rows(0, row_by_batch=rows)
+
+
+def test_draft_costs_may_differ_by_batch_too() -> None:
+    cost = MeasuredCost(draft_by_batch={1: 0.2, 5: 0.1}, row_by_batch={1: 0.0, 9: 0.8})
+    assert (cost.draft(3), cost.row(3)) == pytest.approx((0.15, 0.2))
+    assert cost(3, 2) == pytest.approx(1 + 2 * 0.35)
+    assert cost(9, 1) == pytest.approx(1.9)
+
+
+def test_the_schedule_has_the_type_of_vllms_setting() -> None:
+    """The annotation that vLLM's own configuration is validated with, for what its command line gets as JSON."""
+    tree = ast.parse((vllm_folder() / "config" / "speculative.py").read_text(encoding="utf-8"))
+    (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig"]
+    types = {
+        node.target.id: ast.unparse(node.annotation)
+        for node in config.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    settings = planned().vllm_settings()
+    assert settings is not None
+    assert settings.keys() <= types.keys()
+    for name, value in settings.items():
+        adapter: TypeAdapter[Any] = TypeAdapter(eval(types[name]))
+        parsed = adapter.validate_json(json.dumps(value))
+        assert json.loads(adapter.dump_json(parsed)) == value

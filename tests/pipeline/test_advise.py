@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import yaml
 from drafthead.data.files import write_json
+from drafthead.eval.acceptance import RequestRounds
 from drafthead.pipeline import cli
+from drafthead.pipeline.rounds import write_rounds
 
 Captured = pytest.CaptureFixture[str]
 GIVEN = ("--conditional", "0.8,0.6,0.5", "--draft-cost", "0.1", "--row-cost", "0.35")
@@ -256,7 +258,7 @@ def test_a_run_without_costs_says_what_would_give_them(capsys: Captured, tmp_pat
     run = run_folder(tmp_path)
     assert plan(run) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"run `drafthead serve-check {run}`, or give --draft-cost and one of" in line
+    assert f"run `drafthead serve-check {run}`, or `drafthead cost {run}`, or give --draft-cost and one of" in line
     finish(run / "serve-check", {"plain_ms_per_token": None, "by_k": {"3": served(3, 2.4, None)}})
     assert plan(run) == 2
     assert "timed no prompts" in capsys.readouterr().err
@@ -270,3 +272,115 @@ def test_help_has_an_example_and_tells_the_two_plans_apart(capsys: Captured) -> 
     said = capsys.readouterr().out
     assert "drafthead plan --conditional 0.8,0.6,0.5 --draft-cost 0.1 --row-cost 0.35" in said
     assert "drafthead run RECIPE --plan" in said
+
+
+# ---- what `drafthead cost` measured and `drafthead eval` recorded
+
+
+def measured(run: Path, served: bool = False, key: str = "k1") -> dict[str, Any]:
+    """A `cost.json` of the run's head: rows cost .1 at batch 1 and .9 at batch 8."""
+    finish_training(run)
+    by_batch = [
+        {"batch": batch, "draft_cost": 0.05, "row_cost": row, "largest_error": error}
+        for batch, row, error in ((1, 0.1, 0.02), (8, 0.9, -0.2))
+    ]
+    of_vllm = [{"batch": batch, "cost_per_draft_token": 0.3, "largest_error": 0.01} for batch in (1, 4)]
+    found = {
+        "head_key": key,
+        "loop": {"measured": "2026-11-30T20:00:00+00:00", "device": "CPU, 2 threads", "by_batch": by_batch},
+        "served": {"measured": "2026-11-30T21:00:00+00:00", "by_batch": of_vllm} if served else None,
+    }
+    write_json(run / "cost.json", found)
+    return found
+
+
+def finish_training(run: Path) -> None:
+    (run / "train").mkdir(exist_ok=True)
+    write_json(run / "train" / "manifest.json", {"key": "k1"})
+
+
+def test_measured_costs_are_used_and_said(capsys: Captured, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    measured(run)
+    found = advice(capsys, run)
+    assert found["costs_from"] == f"{run}/cost.json: our loop (CPU, 2 threads), measured 2026-11-30T20:00:00+00:00"
+    assert found["row_cost_by_batch"] == {"1": 0.1, "8": 0.9}
+    assert [(one["batch"], one["k"]) for one in found["by_batch"]] == [(1, 2), (8, 0)]
+    assert found["table"][3]["cost"] == pytest.approx(1 + 3 * 0.15)
+    # one token of rate .8 pays while .05 + .1 + .8 (b - 1) / 7 is below it: up to batch 6
+    assert found["break_even_batch"] == 7
+    assert found["num_speculative_tokens_per_batch_size"][-1] == [7, 8, 0]
+    assert found["poor_fit_by_batch"] == {"8": -0.2}
+    plan(run)
+    said = capsys.readouterr().out
+    assert "warning: at batch 8 the fitted cost of a round is off by up to -20%" in said
+    assert "off from batch 7 on" in said
+
+
+def test_vllms_own_steps_come_first(capsys: Captured, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    measured(run, served=True)
+    found = advice(capsys, run)
+    assert found["costs_from"] == f"{run}/cost.json: steps of vLLM, measured 2026-11-30T21:00:00+00:00"
+    assert found["table"][1]["cost"] == pytest.approx(1.3)
+    assert [one["batch"] for one in found["by_batch"]] == [1, 4]
+    plan(run)
+    assert "its row included: 0.3 at batch 1, 0.3 at batch 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "cost_at_8", "source"),
+    [
+        (("--draft-cost", 0), 1.9, "--draft-cost, "),
+        (("--row-cost", 0), 1.05, "--row-cost, "),
+        (("--draft-cost", 0.2, "--row-cost", 0.3), None, "--draft-cost, --row-cost"),
+        (("--draft-cost", 0.2, "--row-cost-by-batch", "8:0.3"), 1.5, "--draft-cost, --row-cost-by-batch"),
+    ],
+    ids=["draft", "row", "both", "rows by batch"],
+)
+def test_costs_that_are_given_win_over_measured_ones(
+    capsys: Captured, tmp_path: Path, given: tuple[Any, ...], cost_at_8: float | None, source: str
+) -> None:
+    run = run_folder(tmp_path)
+    measured(run, served=True)
+    found = advice(capsys, run, *given)
+    assert found["costs_from"].startswith(source)
+    if cost_at_8 is None:
+        assert "by_batch" not in found
+        assert found["table"][1]["cost"] == pytest.approx(1.5)
+    else:
+        assert found["by_batch"][-1]["batch"] == 8
+        assert found["by_batch"][-1]["table"][1]["cost"] == pytest.approx(cost_at_8)
+
+
+def test_costs_of_another_head_are_left_aside(capsys: Captured, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    measured(run, key="an earlier training")
+    finish(run / "serve-check", {"plain_ms_per_token": 20.0, "by_k": {"3": served(3, 2.4, 10.0)}})
+    assert plan(run) == 0
+    captured = capsys.readouterr()
+    assert "cost.json is of another head; left aside" in captured.err
+    assert "vLLM at batch 1" in captured.out
+
+
+def test_a_file_that_is_none_of_ours_is_one_line(capsys: Captured, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    finish_training(run)
+    for content in ({}, {"head_key": "k1", "loop": {}, "served": None}, []):
+        write_json(run / "cost.json", content)
+        assert plan(run) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"cost.json: not what `drafthead cost` writes; run `drafthead cost {run}` again" in line
+
+
+def test_the_evaluations_rounds_are_replayed(capsys: Captured, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    requests = [RequestRounds(domain="code", accepted=[3, 0, 1], num_tokens=7)] * 2
+    write_rounds(run / "eval" / "rounds.jsonl", requests, 3)
+    found = advice(capsys, run, *GIVEN[2:])
+    assert found["adaptive"]["rounds"] == 6
+    assert found["adaptive"]["rounds_from"] == str(run / "eval" / "rounds.jsonl")
+    assert found["conditional"] == EVAL["conditional"], "the rates are still the report's"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"k": 3, "accepted": [3]}\n')
+    assert advice(capsys, run, *GIVEN[2:], "--trace", other)["adaptive"]["rounds"] == 1
