@@ -34,6 +34,7 @@ from drafthead.pipeline.progress import progress
 from drafthead.pipeline.prompts import spread
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
 from drafthead.pipeline.respond import read_prompts, turn_contexts
+from drafthead.pipeline.rounds import ROUNDS_FILE, write_rounds
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
 
@@ -93,16 +94,22 @@ def evaluate(run: Run) -> dict[str, Any]:
         tree=settings.tree,
         typical=settings.typical,
     )
-    report = evaluate_prompts(run, load_prompts(run, None, options.limit, options.max_new_tokens), options)
+    chosen = load_prompts(run, None, options.limit, options.max_new_tokens)
+    report = evaluate_prompts(run, chosen, options, rounds=run.folder("eval") / ROUNDS_FILE)
     write_json(run.folder("eval") / "report.json", report)
     return {name: report[name] for name in ("mean_acceptance_length", "per_position", "identical_to_plain", "drafts")}
 
 
-def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions) -> dict[str, Any]:
-    """Generate speculatively and, at temperature 0, plainly; returns the object of `drafthead eval --json`."""
+def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: Path | None = None) -> dict[str, Any]:
+    """Generate speculatively and, at temperature 0, plainly; returns the object of `drafthead eval --json`.
+
+    The rounds of the chain are written to `rounds`, where it is given.
+    """
     loop = SpeculativeLoop(run, spec=options.drafter)
     prompts = chosen.prompts
     drafted = loop.generate(prompts, options, k=options.k)
+    if rounds is not None:
+        write_rounds(rounds, requests_of(prompts, drafted), options.k)
     report = summarize(requests_of(prompts, drafted), options.k)
     for domain, count in Counter(prompt.domain for prompt in prompts).items():
         report["by_domain"][domain]["prompts"] = count
