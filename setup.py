@@ -16,6 +16,10 @@ def subpackages(folder: str) -> list[str]:
 setup(
     packages=[name for folder in FOLDERS for name in subpackages(folder)] + ["drafthead.recipes"],
     package_dir={f"drafthead.{folder}": folder for folder in (*FOLDERS, "recipes")},
-    package_data={"drafthead.data": ["prompts/**/*.jsonl"], "drafthead.recipes": ["**/*.yaml"]},
+    package_data={
+        "drafthead.data": ["prompts/**/*.jsonl"],
+        "drafthead.recipes": ["**/*.yaml"],
+        "drafthead.pipeline.report": ["template/*"],
+    },
     include_package_data=False,
 )

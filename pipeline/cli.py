@@ -133,6 +133,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     _add_plan(commands)
 
+    report = _add(commands, "report", "write report.html of a run, finished or not", run_report)
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
     preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
     preflight.add_argument("--target", required=True)
@@ -288,6 +291,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.export.layouts import check_export_path
     from drafthead.pipeline.plan import check_head, check_states, make_plan, name_tensors, render_plan
     from drafthead.pipeline.recipe import load_recipe
+    from drafthead.pipeline.report.page import write_report
     from drafthead.pipeline.run_dir import create_run
     from drafthead.pipeline.stages import STAGES
     from drafthead.pipeline.summary import render_summary, summarize_run
@@ -307,7 +311,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
     with _output_of_stages_to_stderr():
         for name in STAGES:
             _run_one(run, name)
-    summary = summarize_run(run)
+    summary = summarize_run(run) | {"report_path": str(write_report(run).resolve())}
     _print(arguments, summary, render_summary(summary))
     return 0 if summary["ok"] else 1
 
@@ -413,6 +417,16 @@ def run_plan(arguments: argparse.Namespace) -> int:
     with _output_of_stages_to_stderr():
         advice = advise(options, run)
     _print(arguments, advice, render_advice(advice))
+    return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.report.page import write_report
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    path = write_report(open_run(arguments.run_dir, STAGES, []))
+    _print(arguments, {"report_path": str(path.resolve())}, str(path))
     return 0
 
 

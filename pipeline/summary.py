@@ -98,6 +98,7 @@ def render_summary(summary: dict[str, Any]) -> str:
         *[f"  {one['gate']}: {one['field']}: {one['message']}" for one in served["failures"]],
         "",
         f"export: {summary['export_path']}",
+        f"report: {summary['report_path']}",
         "serve it with:",
         f"  {summary['serve_command']}",
     ]

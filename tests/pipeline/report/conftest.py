@@ -1,0 +1,145 @@
+"""Runs to report on: the tiny run with a served check made of its own rounds, and one whose data are an attack."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafthead.data.files import write_json
+from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, summarize_tree
+from drafthead.eval.served import compare
+from drafthead.pipeline.report.page import write_report
+from drafthead.pipeline.run_dir import Run, open_run
+from drafthead.pipeline.stages import STAGES
+
+ATTACK = (
+    "</title></style><script>window.attacked = 1</script><img src=x onerror=window.attacked=1> "
+    "a/b~c \"d\" 'e' {{ 7 * 7 }}"
+)
+
+
+def served_report(tolerance: float) -> dict[str, Any]:
+    """What a served check writes, of 40 rounds for k = 3 and 2, the last position of k = 2 further off than allowed."""
+    rounds = {3: [0] * 21 + [1] * 10 + [2] * 6 + [3] * 3, 2: [0] * 20 + [1] * 15 + [2] * 5}
+    counted = {3: [19, 9, 3], 2: [20, 8]}
+    by_k = {}
+    for k, accepted in rounds.items():
+        requests = [
+            RequestRounds(domain=domain, accepted=part, num_tokens=len(part) + sum(part))
+            for domain, part in (("code", accepted[::2]), ("writing", accepted[1::2]))
+        ]
+        predicted = summarize(requests, k)
+        served = from_counters(40, counted[k], mean_of_requests=predicted["mean_of_requests_acceptance_length"])
+        verdict = compare(predicted, served, 4, 4, tolerance)
+        by_k[str(k)] = {
+            "ok": verdict.ok,
+            "failures": verdict.failures,
+            "k": k,
+            "predicted": predicted,
+            "walk": predicted,
+            "served": {**served, "by_domain": predicted["by_domain"]},
+            "identical_to_plain": "4/4",
+            "ms_per_token": 25.0 + k / 7,
+            "speedup_batch_1": 34.6 / (25.0 + k / 7),
+        }
+    first = by_k["3"]
+    return {
+        "ok": all(one["ok"] for one in by_k.values()),
+        "failures": [failure for one in by_k.values() for failure in one["failures"]],
+        "prompts": 4,
+        "left_out": {},
+        **{name: first[name] for name in ("k", "predicted", "served", "walk", "identical_to_plain")},
+        "plain_ms_per_token": 34.6,
+        "speculative_ms_per_token": first["ms_per_token"],
+        "speedup_batch_1": first["speedup_batch_1"],
+        "dtype": "float32",
+        "max_new_tokens": 24,
+        "by_k": by_k,
+    }
+
+
+def further_numbers() -> dict[str, Any]:
+    """What an evaluation has where more was asked for: lengths, temperatures, trees, typical acceptance."""
+
+    def rounds(accepted: list[int]) -> list[RequestRounds]:
+        return [RequestRounds(domain="code", accepted=accepted, num_tokens=len(accepted) + sum(accepted))]
+
+    chain = summarize(rounds([0, 1, 3, 2, 0, 0, 1]), 3)
+    tree = summarize_tree(rounds([1, 1, 4, 2, 0, 3, 1]), 15, 4) | {"identical_to_plain": "4/4"}
+    part = {name: chain[name] for name in ("drafts", "mean_acceptance_length", "per_position")}
+    interval = {"mean_acceptance_length_interval": [1.5000123, 2.74999]}
+    return {
+        **interval,
+        "tokens_per_pass": 1.9,
+        "tokens_per_pass_interval": [1.4, 2.6],
+        "by_context_length": [
+            {"from": 0, "to": 31, "prompts": 1, **part, **interval},
+            {"from": 1024, "to": 2047, "prompts": 3, **part, "mean_acceptance_length_interval": None},
+        ],
+        "by_temperature": [{"temperature": 0.0, **part, **interval}, {"temperature": 0.7, **part, **interval}],
+        "tree": {**tree, "expected_acceptance_length": 2.7001},
+        "dynamic_tree": tree,
+        "typical": {"epsilon": 0.09, "delta": 0.3, "temperature": 0.7, "chain": chain, "tree": tree},
+    }
+
+
+def finish_stage(run: Path, name: str, report: dict[str, Any]) -> None:
+    write_json(run / name / "report.json", report)
+    write_json(run / name / "manifest.json", {"seconds": 1.5})
+    record = json.loads((run / "run.json").read_text())
+    record["stages"][name] = {"state": "finished", "seconds": 1.5, "path": str(run / name)}
+    write_json(run / "run.json", record)
+
+
+def reported(path: Path) -> Path:
+    write_report(open_run(path, STAGES, []))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reported; its served check is not what was predicted."""
+    path = Path(shutil.copytree(tiny_run.path, tmp_path_factory.mktemp("runs") / "tiny", symlinks=True))
+    evaluated = json.loads((path / "eval" / "report.json").read_text())
+    write_json(path / "eval" / "report.json", evaluated | further_numbers())
+    finish_stage(path, "serve-check", served_report(tiny_run.recipe.serve_check.tolerance))
+    return reported(path)
+
+
+@pytest.fixture(scope="module")
+def hostile_run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reported; domains, sources, reasons and warnings try to break out of the page."""
+    path = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("hostile") / "tiny"))
+    for name in ("eval", "prompts", "encode", "serve-check", "draft-vocab", "respond"):
+        report = json.loads((path / name / "report.json").read_text())
+        write_json(path / name / "report.json", attacked(report))
+    manifest = json.loads((path / "capture" / "manifest.json").read_text())
+    manifest["counts"]["on_policy"] = {
+        "sources": renamed(manifest["counts"]["on_policy"]["sources"]),
+        "warnings": [ATTACK],
+    }
+    write_json(path / "capture" / "manifest.json", manifest)
+    record = json.loads((path / "run.json").read_text())
+    write_json(path / "run.json", {**record, "commit": ATTACK, "target_path": f"/models/{ATTACK}"})
+    return reported(path)
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{ATTACK} {number}": one for number, one in enumerate(values.values())}
+
+
+def attacked(report: dict[str, Any]) -> dict[str, Any]:
+    """A report with an attack in the place of every name and text that comes from a user's data."""
+    named = {"by_domain", "domains", "sources", "requested", "dropped", "left_out", "skipped", "coverage_by_domain"}
+    found: dict[str, Any] = {}
+    for key, value in report.items():
+        if key in named and isinstance(value, dict):
+            found[key] = renamed(value or {"": 7})
+        elif key == "warnings":
+            found[key] = [ATTACK]
+        elif isinstance(value, dict):
+            found[key] = attacked(value)
+        else:
+            found[key] = value
+    return found
