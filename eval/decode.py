@@ -8,7 +8,7 @@ Shapes: B requests, Q tokens of a round at most, K draft tokens, V target vocabu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from drafthead.data.errors import InputError
@@ -45,12 +45,22 @@ class DecodeOptions:
     temperature: float = 0.0
     seed: int = 0
     """Request number i samples with seed + i; the same numbers whatever else is decoded with it."""
+    numbers: tuple[int, ...] | None = None
+    """Which requests are decoded, where they are some of more; 0, 1, ... unless given."""
     typical: Typical | None = None
     """Accept by this rule instead of losslessly."""
 
     def __post_init__(self) -> None:
         if self.typical is not None and self.temperature == 0:
             raise InputError(NEEDS_SAMPLING)
+
+    def of(self, numbers: list[int]) -> "DecodeOptions":
+        """The same for these of the requests."""
+        return replace(self, numbers=tuple(numbers))
+
+    def seed_of(self, batch_size: int) -> list[int]:
+        """Seed of each request."""
+        return [self.seed + number for number in (range(batch_size) if self.numbers is None else self.numbers)]
 
     def sampling(self, seed_B: Tensor, position_B: Tensor) -> Sampling:
         """How each request samples in a round whose first new token has index `position_B`."""
@@ -123,7 +133,7 @@ def run_rounds(
     first = target.start(prompts, max_length)
     device = first.logits_BQV.device
     active = list(range(len(prompts)))
-    seed_B = options.seed + torch.arange(len(prompts), device=device)
+    seed_B = torch.tensor(options.seed_of(len(prompts)), device=device)
     known_B = torch.tensor([len(ids) for ids in prompts], device=device)  # tokens before the one just sampled
     no_draft_BK = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
     _, new_BQ = _verify(first.logits_BQV, no_draft_BK, torch.zeros_like(known_B), options, seed_B, known_B)

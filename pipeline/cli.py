@@ -120,15 +120,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
             _add_prompt_options(stage)
             stage.add_argument("--drafter", metavar="SPEC", help=DRAFTER_HELP)
         if name == "eval":
-            stage.add_argument("--temperature", type=_temperature)
+            stage.add_argument("--temperature", type=_temperatures, metavar="T,T,...", help="0 is greedy")
             stage.add_argument("--tree", type=_positive, metavar="N", help="also draft a tree of at most N nodes")
             stage.add_argument(
                 "--typical", action="store_const", const=True, help="also accept typically (not lossless)"
             )
 
-    compare = _add(commands, "compare", "the same prompts through several runs, side by side", run_compare)
+    compare = _add(commands, "compare", "the same prompts through heads and drafters, side by side", run_compare)
     compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    compare.add_argument("--drafter", action="append", default=[], metavar="SPEC", help=f"also {DRAFTER_HELP}")
     _add_prompt_options(compare)
+    compare.add_argument("--temperature", type=_temperatures, default=(0.0,), metavar="T,T,...", help="0 is greedy")
     compare.add_argument("--out", type=Path, metavar="DIR", help="for compare.json and the plot; runs/compare")
 
     _add_plan(commands)
@@ -252,6 +254,13 @@ def _temperature(text: str) -> float:
     return _number(text, "a number from 0 on (0 is greedy)", lambda value: 0 <= value < float("inf"))
 
 
+def _temperatures(text: str) -> tuple[float, ...]:
+    values = tuple(_temperature(part) for part in text.split(","))
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r}: give each temperature once")
+    return values
+
+
 def _seconds(text: str) -> float:
     return _number(text, "a number of seconds above 0", lambda value: 0 < value < float("inf"))
 
@@ -354,7 +363,7 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
         print(f"{sum(chosen.left_out.values())} prompts left out: {reasons}", file=sys.stderr)
     with _output_of_stages_to_stderr():
         if arguments.stage == "eval":
-            temperature = settings.temperature if arguments.temperature is None else arguments.temperature
+            temperature, *others = arguments.temperature or (settings.temperature, *settings.temperatures)
             tree = settings.tree if spec is None else None
             if arguments.tree:
                 tree = (tree or TreeConfig()).model_copy(update={"nodes": arguments.tree})
@@ -364,6 +373,7 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
             options = EvalOptions(
                 k=arguments.k or settings.k,
                 temperature=temperature,
+                temperatures=tuple(others),
                 max_new_tokens=new_tokens,
                 limit=limit,
                 tree=tree,
@@ -387,7 +397,8 @@ def _run_one(run: Any, name: str) -> None:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    from drafthead.pipeline.compare import CompareOptions, compare
+    from drafthead.pipeline.compare import compare
+    from drafthead.pipeline.compare_contestants import CompareOptions
     from drafthead.pipeline.compare_table import render_comparison
     from drafthead.pipeline.run_dir import open_run
     from drafthead.pipeline.stages import STAGES
@@ -398,6 +409,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
         k=arguments.k,
         max_new_tokens=arguments.max_new_tokens,
         limit=arguments.limit,
+        drafters=tuple(arguments.drafter),
+        temperatures=arguments.temperature,
     )
     out = arguments.out or runs[0].path.resolve().parent / "compare"
     with _output_of_stages_to_stderr():

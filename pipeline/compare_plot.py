@@ -1,4 +1,7 @@
-"""The plot of `drafthead compare`: one self-contained SVG, acceptance by position beside accept length by domain."""
+"""The plot of `drafthead compare`: one self-contained SVG, acceptance by position beside accept length by domain.
+
+Lines through bars and dots are the intervals.
+"""
 
 import math
 from typing import Any
@@ -20,7 +23,8 @@ def render_svg(report: dict[str, Any]) -> str:
     runs = report["runs"]
     domains = list(runs[0]["by_domain"])
     top, height = 76 + 18 * math.ceil(len(runs) / ENTRIES), max(SMALLEST, ROW * (1 + len(domains)))
-    title = f"Accepted draft tokens: {report['prompts']} prompts, k={report['k']}, greedy, {report['dtype']}"
+    how = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
+    title = f"Accepted draft tokens: {report['prompts']} prompts, k={report['k']}, {how}, {report['dtype']}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + height + BOTTOM}" role="img" '
         f'aria-label={quoteattr(title)} font-family="sans-serif" font-size="12">',
@@ -42,7 +46,8 @@ def legend(runs: list[dict[str, Any]]) -> list[str]:
         x, y = LEFT + ENTRY * (place % ENTRIES), 40 + 18 * (place // ENTRIES)
         name = run["name"] if len(run["name"]) <= 20 else f"…{run['name'][-19:]}"
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour(place)}"/>')
-        label = f"{name} ({run['head']}): accept length {show(run['mean_acceptance_length'])}"
+        kind = "" if run["head"] is None else f" ({run['head']})"
+        label = f"{name}{kind}: accept length {show(run['mean_acceptance_length'])}"
         parts.append(text(x + 18, y + 10, label))
     return parts
 
@@ -65,18 +70,25 @@ def position_bars(runs: list[dict[str, Any]], k: int, top: float, height: float)
                 f'<rect x="{x:.1f}" y="{top + height - size:.1f}" width="{width - 2:.1f}" height="{size:.1f}" '
                 f'fill="{colour(place)}">{hint}</rect>'
             )
+            if ends := run["per_position_interval"][position]:
+                middle, (low, high) = x + (width - 2) / 2, (top + height * (1 - end) for end in ends)
+                parts.append(line(middle, low, middle, high, stroke="black"))
         middle = LEFT + group * (position + 0.5)
         parts.append(text(middle, top + height + 18, f"position {position + 1}", anchor="middle", fill=GREY))
     return parts
 
 
 def domain_dots(runs: list[dict[str, Any]], domains: list[str], top: float, height: float) -> list[str]:
-    """Accept length of each run in each domain, on one axis from 1 on."""
+    """Accept length of each run in each domain, on one axis from 1 on; with drafters, tokens per pass."""
     left = LEFT + BARS + GAP
-    lengths = [run["by_domain"][domain]["mean_acceptance_length"] for run in runs for domain in domains]
+    is_ragged = any(run["kind"] == "drafter" for run in runs)
+    name = "tokens_per_pass" if is_ragged else "mean_acceptance_length"
+    lengths = [run["by_domain"][domain][name] for run in runs for domain in domains]
     end = axis_end([length for length in lengths if length is not None])
     scale = DOTS / (end - 1)
-    parts = [text(left, top - 14, "accept length by domain, pooled", fill=GREY)]
+    parts = [
+        text(left, top - 14, f"{'tokens per pass' if is_ragged else 'accept length'} by domain, pooled", fill=GREY)
+    ]
     ticks = round((end - 1) / 0.5)
     for tick in range(ticks + 1):
         x = left + scale * 0.5 * tick
@@ -87,8 +99,11 @@ def domain_dots(runs: list[dict[str, Any]], domains: list[str], top: float, heig
         middle = top + step * (row + 0.5)
         parts.append(text(left - 12, middle + 4, domain if len(domain) < 24 else f"{domain[:22]}…", anchor="end"))
         for place, run in enumerate(runs):
-            length = run["by_domain"][domain]["mean_acceptance_length"]
+            length, ends = run["by_domain"][domain][name], run["by_domain"][domain][f"{name}_interval"]
             y = middle + 4 * (place - (len(runs) - 1) / 2)  # equal lengths stay visible
+            if ends:
+                low, high = (left + scale * (min(one, end) - 1) for one in ends)
+                parts.append(line(low, y, high, y, stroke=colour(place)))
             if length is not None:
                 parts.append(
                     f'<circle cx="{left + scale * (length - 1):.1f}" cy="{y:.1f}" r="5" fill="{colour(place)}" '
@@ -115,5 +130,5 @@ def text(x: float, y: float, content: str, *, anchor: str = "start", fill: str =
     return f"<text {place}>{escape(content)}</text>"
 
 
-def line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{LIGHT}"/>'
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LIGHT) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"/>'

@@ -10,7 +10,7 @@ neither is taken for what vLLM serves.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from drafthead.data.errors import InputError
 from drafthead.data.files import write_json
 from drafthead.data.template import Template, TurnError
 from drafthead.eval.acceptance import RequestRounds, summarize, summarize_tree
+from drafthead.eval.context_length import by_context_length
 from drafthead.eval.decode import Answer, DecodeOptions, OnProgress, decode
 from drafthead.eval.hf_target import HFTarget
+from drafthead.eval.intervals import brief, summarize_with_intervals
 from drafthead.eval.protocols import Drafter, TreeDrafter
 from drafthead.eval.tree_accuracy import Text, measure_accuracy
 from drafthead.eval.tree_decode import decode_tree
@@ -57,6 +59,8 @@ class EvalOptions:
     limit: int | None
     tree: TreeConfig | None = None
     typical: TypicalConfig | None = None
+    temperatures: tuple[float, ...] = ()
+    """The chain is measured at these as well."""
     drafter: DrafterSpec | None = None
     """Drafts instead of the run's trained head."""
 
@@ -89,6 +93,7 @@ def evaluate(run: Run) -> dict[str, Any]:
     options = EvalOptions(
         k=settings.k,
         temperature=settings.temperature,
+        temperatures=tuple(settings.temperatures),
         max_new_tokens=settings.max_new_tokens,
         limit=settings.limit,
         tree=settings.tree,
@@ -110,9 +115,7 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
     drafted = loop.generate(prompts, options, k=options.k)
     if rounds is not None:
         write_rounds(rounds, requests_of(prompts, drafted), options.k)
-    report = summarize(requests_of(prompts, drafted), options.k)
-    for domain, count in Counter(prompt.domain for prompt in prompts).items():
-        report["by_domain"][domain]["prompts"] = count
+    report = summarize_prompts(prompts, drafted, options.k)
     plain = loop.generate(prompts, options, k=0) if options.temperature == 0 else None
     report |= {
         "identical_to_plain": _identical(drafted, plain),
@@ -129,6 +132,11 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
             "speculative_config": speculative_config(options.drafter, options.k),
             "method": f"speculative loop in transformers, chain of drafts by {options.drafter.kind}",
         }
+    if options.temperatures:
+        report["by_temperature"] = [
+            {"temperature": options.temperature, **brief(report)},
+            *evaluate_temperatures(loop, prompts, options),
+        ]
     shape = None
     if options.tree is not None:
         shape, searched = find_tree(run, loop, prompts, options.tree)
@@ -143,6 +151,22 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
     if options.typical is not None:
         report["typical"] = evaluate_typical(loop, prompts, options, options.typical, shape)
     return report
+
+
+def summarize_prompts(prompts: list[Prompt], answers: list[Answer], k: int) -> dict[str, Any]:
+    """Acceptance over all, by domain and by length of the prompt, each number with its interval."""
+    requests = requests_of(prompts, answers)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    return {**summarize_with_intervals(requests, k), "by_context_length": by_context_length(requests, lengths, k)}
+
+
+def evaluate_temperatures(
+    loop: "SpeculativeLoop", prompts: list[Prompt], options: EvalOptions
+) -> Iterator[dict[str, Any]]:
+    """The chain's acceptance at each further temperature."""
+    for temperature in options.temperatures:
+        drafted = loop.generate(prompts, replace(options, temperature=temperature, typical=None), k=options.k)
+        yield {"temperature": temperature, **brief(summarize_prompts(prompts, drafted, options.k))}
 
 
 def requests_of(prompts: list[Prompt], answers: list[Answer]) -> list[RequestRounds]:
@@ -308,8 +332,8 @@ class SpeculativeLoop:
         drafter = self.drafter if k else None
         ordered = self.is_ordered and k > 0
 
-        def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
-            return decode(self.target, drafter, ids, k, settings, on_progress=on_progress)
+        def one_batch(ids: list[list[int]], numbers: list[int], on_progress: OnProgress) -> list[Answer]:
+            return decode(self.target, drafter, ids, k, settings.of(numbers), on_progress=on_progress)
 
         what = f"eval k={k}" if k else "eval plain"
         return self._in_batches(prompts, what, self.batch_size, one_batch, ordered=ordered)
@@ -322,8 +346,8 @@ class SpeculativeLoop:
         drafter = self.tree_drafter
         size = min(self.batch_size, TREE_ROWS // (shape.num_nodes + 1))
 
-        def one_batch(ids: list[list[int]], on_progress: OnProgress) -> list[Answer]:
-            return decode_tree(self.target, drafter, ids, shape, settings, on_progress=on_progress)
+        def one_batch(ids: list[list[int]], numbers: list[int], on_progress: OnProgress) -> list[Answer]:
+            return decode_tree(self.target, drafter, ids, shape, settings.of(numbers), on_progress=on_progress)
 
         return self._in_batches(prompts, f"eval tree of {shape.num_nodes}", size, one_batch)
 
@@ -350,7 +374,7 @@ class SpeculativeLoop:
         prompts: list[Prompt],
         what: str,
         size: int,
-        one_batch: Callable[[list[list[int]], OnProgress], list[Answer]],
+        one_batch: Callable[[list[list[int]], list[int], OnProgress], list[Answer]],
         ordered: bool = False,
     ) -> list[Answer]:
         """`ordered`: one prompt after the other, as they come."""
@@ -358,7 +382,7 @@ class SpeculativeLoop:
         one_by_one = ([number] for number in range(len(prompts)))
         with progress(len(prompts), what, "prompt") as bar:
             for numbers in one_by_one if ordered else _batches([prompt.ids for prompt in prompts], size):
-                found = one_batch([prompts[number].ids for number in numbers], bar.update)
+                found = one_batch([prompts[number].ids for number in numbers], numbers, bar.update)
                 answers.update(zip(numbers, found, strict=True))
         return [answers[number] for number in range(len(prompts))]
 

@@ -264,6 +264,8 @@ class TypicalConfig(Section):
 class EvalConfig(Section):
     k: int = Field(default=3, ge=1, le=16)
     temperature: float = Field(default=0.0, ge=0)
+    temperatures: list[Annotated[float, Field(ge=0)]] = []
+    """Also evaluate at these; the report's own numbers are those of `temperature`."""
     max_new_tokens: Count = 96
     limit: Count | None = None
     """Held-out prompts used, spread over the domains."""

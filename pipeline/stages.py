@@ -55,6 +55,12 @@ def _train_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _eval_settings(recipe: Recipe) -> dict[str, Any]:
+    """`temperatures` came later: not used, it changes no key."""
+    settings = recipe.eval.model_dump(exclude=None if recipe.eval.temperatures else {"temperatures"})
+    return {"eval": settings, "dtype": recipe.export.dtype}
+
+
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
@@ -102,7 +108,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             name="eval",
             reads=("prompts", "encode", "draft-vocab", "train"),
-            settings=lambda recipe: {"eval": recipe.eval.model_dump(), "dtype": recipe.export.dtype},
+            settings=_eval_settings,
             work=evaluate,
         ),
         Stage(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from drafthead.data.errors import InputError
-from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+from drafthead.pipeline.evaluate import EvalOptions, SpeculativeLoop, evaluate_prompts, load_prompts
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig, load_recipe
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.summary import branched_lines
@@ -18,6 +18,44 @@ CommandLine = Any
 def evaluate_tiny(run: Run, limit: int | None = 4, **settings: Any) -> dict[str, Any]:
     options = EvalOptions(**{"k": 2, "temperature": 0.0, "max_new_tokens": 12, "limit": limit, **settings})
     return evaluate_prompts(run, load_prompts(run, None, limit, 12), options)
+
+
+def test_numbers_by_prompt_length_and_their_intervals(tiny_run: Run, cache: Path) -> None:
+    """Of the stage's own report."""
+    report = tiny_run.report("eval")
+    buckets = report["by_context_length"]
+    lengths = [len(prompt.ids) for prompt in load_prompts(tiny_run, None, tiny_run.recipe.eval.limit, 24).prompts]
+    for one in buckets:
+        assert one["prompts"] == sum(one["from"] <= length <= one["to"] for length in lengths)
+    for name in ("prompts", "drafts"):
+        assert (
+            sum(one[name] for one in buckets) == sum(one[name] for one in report["by_domain"].values()) == report[name]
+        )
+    low, high = report["mean_acceptance_length_interval"]
+    assert low < report["mean_acceptance_length"] < high
+    assert "by_temperature" not in report
+
+
+def test_further_temperatures_stand_beside_the_first(drafthead: CommandLine, tiny_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"{number}?"}) + "\n" for number in range(3)))
+    given = ("--prompts", "mine.jsonl", "--max-new-tokens", "9", "--json")
+    both = drafthead("eval", tiny_run.path, "--temperature", "0.9,0", *given).json()
+    alone = [drafthead("eval", tiny_run.path, "--temperature", str(one), *given).json() for one in (0.9, 0)]
+    assert [one["temperature"] for one in both["by_temperature"]] == [0.9, 0]
+    for one, report in zip(both.pop("by_temperature"), alone, strict=True):
+        assert {name: report[name] for name in one} == one
+    assert both == alone[0], "the report's own numbers are those of the first"
+
+
+def test_a_prompt_samples_the_same_in_any_batch(tiny_run: Run, cache: Path) -> None:
+    loop = SpeculativeLoop(tiny_run)
+    prompt = load_prompts(tiny_run, None, 1, 12).prompts[0]
+    options = EvalOptions(k=2, temperature=1.0, max_new_tokens=12, limit=None)
+    together = loop.generate([prompt] * 3, options, k=2)
+    loop.batch_size = 2
+    apart = loop.generate([prompt] * 3, options, k=2)
+    assert [one.tokens for one in apart] == [one.tokens for one in together]
+    assert len({tuple(one.tokens) for one in together}) == 3, "each request has a seed of its own"
 
 
 @pytest.mark.slow
