@@ -118,8 +118,7 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
     report = summarize_prompts(prompts, drafted, options.k)
     plain = loop.generate(prompts, options, k=0) if options.temperature == 0 else None
     report |= {
-        "identical_to_plain": _identical(drafted, plain),
-        "prompts": len(prompts),
+        "identical_to_plain": identical(drafted, plain),
         "left_out": chosen.left_out,
         "temperature": options.temperature,
         "max_new_tokens": options.max_new_tokens,
@@ -143,7 +142,7 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
         branched = loop.generate_tree(prompts, options, shape)
         report["tree"] = {
             **summarize_tree(requests_of(prompts, branched), shape.num_nodes, shape.depth),
-            "identical_to_plain": _identical(branched, plain),
+            "identical_to_plain": identical(branched, plain),
             "method": "speculative loop in transformers, static tree of greedy drafts, full vocabulary; not comparable "
             "with chains, nor served by vLLM",
             **searched,
@@ -182,7 +181,7 @@ def requests_of(prompts: list[Prompt], answers: list[Answer]) -> list[RequestRou
     ]
 
 
-def _identical(answers: list[Answer], plain: list[Answer] | None) -> str | None:
+def identical(answers: list[Answer], plain: list[Answer] | None) -> str | None:
     """How many answers equal those of plain decoding; None where sampling makes them differ."""
     if plain is None:
         return None
