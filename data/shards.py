@@ -39,6 +39,7 @@ from drafthead.data.store_format import (
     Piece,
     RowPlace,
     StoreInfo,
+    channels_digest,
     check_same,
     code_states,
     cut,
@@ -196,6 +197,7 @@ class ShardWriter:
             "number": self.number,
             "tokens": self.tokens,
             "sha256": sha256_of(path),
+            "channels": channels_digest(tensors),
             "rows": rows,
         }
         # last: a shard without it does not count

@@ -1,7 +1,8 @@
 """What is wrong with stored states: damaged files, and rows that no training should see.
 
-A shard's checksum is compared once and remembered by the file's size and time (`.checked.json` in the store). Where it
-differs, the digests of the shard's rows say which of them are affected.
+A shard's checksum is compared once and remembered by the file's size and times (`.checked.json` in the store; the time
+of the last change of its inode too, which no copy keeps). Where it differs, the digests of the shard's rows say which
+of them are affected; what belongs to all of them (sizes of channels, the list) affects all.
 
 Shapes: T tokens, A captured layers, D hidden, L positions with a last state.
 """
@@ -18,7 +19,7 @@ from drafthead.data.encoding import Row
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, sha256_of, write_json
 from drafthead.data.shards import Store
-from drafthead.data.store_format import StoreInfo, digest_of, list_of, read_index
+from drafthead.data.store_format import StoreInfo, channels_digest, digest_of, list_of, read_index, stored_dtype
 from torch import Tensor
 
 REMEMBERED = ".checked.json"
@@ -53,7 +54,10 @@ def find_fault(aux_TAD: Tensor, last_LD: Tensor, length: int, last_length: int |
 
 
 def open_sound(folder: Path) -> tuple[Store, Faults]:
-    """Open a store whose files may be damaged: the store without lists that cannot be read, and what is damaged."""
+    """Open a store whose files may be damaged: the store without lists that cannot be read, and what is damaged.
+
+    All files are read, whatever is remembered of them.
+    """
     faults: Faults = {}
     unread = set()
     for shard in read_index(folder)["shards"]:
@@ -64,16 +68,20 @@ def open_sound(folder: Path) -> tuple[Store, Faults]:
             unread.add(shard["file"])
             faults[path.stem] = f"the list of its {shard['rows']} rows cannot be read: {error}"
     store = Store(folder, without=unread)
-    return store, {**faults, **damaged_rows(store)}
+    return store, {**faults, **damaged_rows(store, again=True)}
 
 
-def damaged_rows(store: Store) -> Faults:
-    """Rows whose stored states are missing or differ from their checksums."""
+def damaged_rows(store: Store, *, again: bool = False) -> Faults:
+    """Rows whose stored states are missing, differ from their checksums, or are not what the store says it holds.
+
+    Args:
+        again: Read files too that had the right checksum before and seem unchanged.
+    """
     faults: Faults = {}
     rows: dict[str, list[str]] = {}
     for row_id, place in store.where.items():
         rows.setdefault(place.shard, []).append(row_id)
-    with _remembered(store.folder) as known:
+    with _remembered(store.folder, again) as known:
         for shard in store.shards:
             faults.update(_damage(store, shard, rows.get(Path(shard["file"]).stem, []), known))
     return {**faults, **_sharing(store, faults)}
@@ -83,15 +91,25 @@ def _damage(store: Store, shard: dict[str, Any], rows: list[str], known: dict[st
     path, listed = store.folder / shard["file"], list_of(store.folder, shard["file"])
     if not path.is_file():
         return dict.fromkeys(rows, f"{path.name}: missing or cut off: no such file")
-    sound = _matches(path, shard["sha256"], known) and _matches(listed, shard["list_sha256"], known)
-    if sound:
-        return _of_another_target(rows, StoreInfo(**read_json(listed)["info"]), store.info)
+    if not _matches(listed, shard["list_sha256"], known):
+        return dict.fromkeys(rows, f"{listed.name}: the list of the shard's rows differs from its checksum")
+    if not _matches(path, shard["sha256"], known):
+        return _changed_rows(store, shard, rows)
+    reason = _other_setting(StoreInfo(**read_json(listed)["info"]), store.info) or _other_type(store, path)
+    return dict.fromkeys(rows, reason) if reason else {}
+
+
+def _changed_rows(store: Store, shard: dict[str, Any], rows: list[str]) -> Faults:
+    """Which rows of a file that differs from its checksum are affected."""
+    path = store.folder / shard["file"]
     try:
         tensors = store.files.tensors(path.stem)
     except InputError:
         return dict.fromkeys(rows, f"{path.name}: missing or cut off: {path.stat().st_size} of {shard['bytes']} bytes")
     if {"ids", "aux", "last"} - tensors.keys():
         return dict.fromkeys(rows, f"{path.name}: differs from its checksum, tensors are missing")
+    if read_json(list_of(store.folder, shard["file"])).get("channels", "") != channels_digest(tensors):
+        return dict.fromkeys(rows, f"{path.name}: what its rows have in common differs from its checksum")
     bad = [row_id for row_id in rows if digest_of(row_id, store.where[row_id], tensors) != store.where[row_id].digest]
     reason = f"{path.name}: the row differs from its checksum"
     return dict.fromkeys(
@@ -99,9 +117,20 @@ def _damage(store: Store, shard: dict[str, Any], rows: list[str], known: dict[st
     )
 
 
-def _of_another_target(rows: list[str], found: StoreInfo, wanted: StoreInfo) -> Faults:
+def _other_setting(found: StoreInfo, wanted: StoreInfo) -> str | None:
     names = [name for name, value in asdict(wanted).items() if asdict(found)[name] != value]
-    return {row: f"{names[0]} of its shard is {getattr(found, names[0])}" for row in rows} if names else {}
+    return f"{names[0]} of its shard is {getattr(found, names[0])}" if names else None
+
+
+def _other_type(store: Store, path: Path) -> str | None:
+    """What a shard holds against what the store says: another type or width reads as other states."""
+    sizes = {"aux": (len(store.info.layer_ids), store.info.hidden_size), "last": (store.info.hidden_size,)}
+    for name, size in sizes.items():
+        found = store.files.open(path.stem).get_slice(name)[:1]
+        wanted = stored_dtype(store.info.dtype)
+        if found.dtype != wanted or tuple(found.shape[1:]) != size:
+            return f"{path.name}: {name} is {found.dtype} {list(found.shape[1:])}, must be {wanted} {list(size)}"
+    return None
 
 
 def _sharing(store: Store, faults: Faults) -> Faults:
@@ -126,7 +155,7 @@ def _sharing(store: Store, faults: Faults) -> Faults:
 
 def _matches(path: Path, sha256: str, known: dict[str, list[int]]) -> bool:
     stat = path.stat()
-    stamp = [stat.st_size, stat.st_mtime_ns]
+    stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     if known.get(path.name) != stamp:
         if sha256_of(path) != sha256:
             known.pop(path.name, None)
@@ -136,11 +165,11 @@ def _matches(path: Path, sha256: str, known: dict[str, list[int]]) -> bool:
 
 
 @contextlib.contextmanager
-def _remembered(folder: Path) -> Iterator[dict[str, list[int]]]:
-    """Size and time of the files that had the right checksum when they were last read."""
+def _remembered(folder: Path, again: bool) -> Iterator[dict[str, list[int]]]:
+    """Size and times of the files that had the right checksum when they were last read; nothing to read `again`."""
     path = folder / REMEMBERED
     before: dict[str, list[int]] = read_json(path) if path.is_file() else {}
-    known = dict(before)
+    known = {} if again else dict(before)
     yield known
     if known != before:
         with contextlib.suppress(OSError):  # a store that cannot be written to is read again

@@ -24,6 +24,9 @@ LAST_LEAD = 2
 predicts the first supervised token."""
 TOKEN_ID_BYTES = 4
 
+CHANNELS = ("aux_channel", "last_channel")
+"""Sizes of each channel, of states of one byte a value."""
+
 LastKept = Literal["all", "answer"]
 Piece = tuple[str, int, int]
 """Shard, first position in it, count."""
@@ -101,6 +104,11 @@ def cut(pieces: list[Piece], count: int) -> list[Piece]:
 # ---- tensors of a shard
 
 
+def stored_dtype(dtype: str) -> torch.dtype:
+    """Of the tensors `aux` and `last` of a shard."""
+    return CODES[dtype][0] if dtype in CODES else read_dtype(dtype)
+
+
 def code_states(name: str, states: Tensor, dtype: str) -> dict[str, Tensor]:
     """Tensors of a shard that hold `aux` [S, A, D] or `last` [S, D]."""
     if dtype not in CODES:
@@ -134,6 +142,15 @@ def digest_of(row_id: str, place: RowPlace, tensors: dict[str, Tensor]) -> str:
                     if tensor is not None:
                         found.update(_bytes(tensor[start : start + count]))
     return found.hexdigest()
+
+
+def channels_digest(tensors: dict[str, Tensor]) -> str:
+    """Hash of what all rows of a shard are widened with; empty where nothing is."""
+    names = [name for name in CHANNELS if name in tensors]
+    found = hashlib.blake2b(digest_size=8)
+    for name in names:
+        found.update(_bytes(tensors[name]))
+    return found.hexdigest() if names else ""
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,16 +1,15 @@
 """Whether stored states can be trusted: `drafthead store verify DIR [--target DIR]`.
 
 Without the target: files against checksums, rows against what no target gives (zeros, NaN, constant or short rows, the
-states of another row). With it, also its fingerprint; that norm + lm_head of the stored last states predict the row's
-own tokens; and for rows that stand out, and a seeded sample of the others, that the target gives these states again.
+states of another row). With it, also its fingerprint; and for rows that stand out (`odd_rows.py`), and a seeded sample
+of the others, that the target gives these states again.
 
-Shapes: T tokens, A captured layers, D hidden, L positions with a last state, V vocabulary, N of several rows.
+Shapes: T tokens, A captured layers, D hidden, L positions with a last state.
 """
 
 import hashlib
 import random
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,21 +18,16 @@ from drafthead.data.shards import Store
 from drafthead.data.store_faults import Faults, find_fault, open_sound
 from drafthead.eval.states import StateRecorder
 from drafthead.pipeline.capture import compute_dtype
+from drafthead.pipeline.odd_rows import odd_rows
 from drafthead.pipeline.respond import SPLITS
-from drafthead.pipeline.state_logits import StateLogits
 from drafthead.pipeline.target import Target
 from torch import Tensor
 
 SAMPLE = 16
 """Rows of a store that are captured again though nothing is odd about them."""
-POSITIONS = 16
-"""Of each row, where its last state is held against its tokens."""
-ODD_SHARE = 0.5
-"""Rows that predict less than this share of what the others do are captured again."""
 LARGEST_DIFFERENCE = 0.2
 """Of a state, relative, at half of a row's positions. Rounding to fp8 and another batch's order make 0.03; the states
 of other tokens differ by 0.5 and more."""
-BATCH = 1024
 
 
 def verify(folder: Path, target: Target | None) -> dict[str, Any]:
@@ -112,9 +106,7 @@ def target_faults(store: Store, target: Target, row_ids: list[str]) -> Faults:
         called = f" ({store.info.revision})" if store.info.revision else ""
         reason = f"states of target {store.info.fingerprint}{called}, {target.path} is {target.fingerprint}"
         return dict.fromkeys(row_ids, reason)
-    shares = predicted_shares(store, target, row_ids)
-    usual = median(shares.values()) if shares else 0.0
-    odd = [row_id for row_id, share in shares.items() if share < ODD_SHARE * usual]
+    odd = odd_rows(store, target, row_ids)
     others = [row_id for row_id in row_ids if row_id not in set(odd)]
     sample = random.Random(0).sample(others, min(SAMPLE, len(others)))
     model = target.load(compute_dtype(store.info.dtype), "cuda" if torch.cuda.is_available() else "cpu")
@@ -127,29 +119,6 @@ def target_faults(store: Store, target: Target, row_ids: list[str]) -> Faults:
                 f"swapped: not the states of its tokens, the target's differ by {difference:.2f} of their size"
             )
     return found
-
-
-def predicted_shares(store: Store, target: Target, row_ids: list[str]) -> dict[str, float]:
-    """For each row with an answer the share of looked at tokens that norm + lm_head of its last states predict."""
-    logits = StateLogits(target)
-    owner_N: list[str] = []
-    states_ND: list[Tensor] = []
-    next_N: list[int] = []
-    for row_id in row_ids:
-        first, stop = store.last_window(row_id)
-        place, ids = store.where[row_id], store.token_ids(row_id)
-        places = range(max(first, place.context_length - 1), min(stop, place.length - 1))
-        chosen = places[:: max(1, len(places) // POSITIONS)][:POSITIONS]
-        owner_N += [row_id] * len(chosen)
-        next_N += [ids[position + 1] for position in chosen]
-        states_ND.append(store.kept_last(row_id)[[position - first for position in chosen]])
-    hits: dict[str, list[bool]] = {}
-    batches = torch.cat(states_ND).split(BATCH) if owner_N else ()
-    for start, batch in zip(range(0, len(owner_N), BATCH), batches, strict=True):
-        guess_N = logits(batch).argmax(-1).tolist()
-        for row_id, guess, wanted in zip(owner_N[start:], guess_N, next_N[start:], strict=False):
-            hits.setdefault(row_id, []).append(guess == wanted)
-    return {row_id: sum(one) / len(one) for row_id, one in hits.items()}
 
 
 def _difference(store: Store, recorder: StateRecorder, row_id: str) -> float:

@@ -4,6 +4,7 @@ Shapes: T tokens, A captured layers, D hidden.
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from drafthead.data import store_faults
 from drafthead.data.encoding import Row
 from drafthead.data.errors import InputError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import read_json, sha256_of, write_json
 from drafthead.data.shards import ShardWriter, Store
 from drafthead.data.store_faults import damaged_rows, find_fault, open_sound, sound_rows
 from drafthead.data.store_format import StoreInfo
@@ -93,6 +94,77 @@ def test_a_flipped_byte_outside_the_rows_names_the_shard(store: Store) -> None:
     save_file(load_file(path), path, metadata={"note": "rewritten"})
     assert damaged_rows(Store(store.folder)) == {
         "shard-0-00002": f"{path.name}: differs from its checksum, its rows do not"
+    }
+
+
+def test_what_the_rows_of_a_shard_share_affects_all_of_them(tmp_path: Path) -> None:
+    """The sizes of channels, which no row's own digest holds."""
+    writer = ShardWriter(tmp_path, replace(INFO, dtype="int8"), 12)
+    generator = torch.Generator().manual_seed(0)
+    for row in make_rows(4):
+        writer.add(row, torch.randn(6, A, D, generator=generator), torch.randn(6, D, generator=generator))
+    writer.finish()
+    path = tmp_path / "shard-0-00001.safetensors"
+    tensors = load_file(path)
+    tensors["aux_channel"][1, 3] *= 2
+    save_file(tensors, path)
+    assert list(damaged_rows(Store(tmp_path))) == ["row2/0", "row3/0"]
+    found, told = sound_rows(make_rows(4), Store(tmp_path), 0.5)
+    assert [row.key for row in found] == ["row0/0", "row1/0"]
+    assert told is not None
+    assert "what its rows have in common differs from its checksum (2)" in told
+
+
+def test_a_shard_of_another_run_is_named_row_by_row(store: Store, tmp_path: Path) -> None:
+    """Of the same rows, with a list that fits it: nothing but the index knows."""
+    other = tmp_path / "other"
+    writer = ShardWriter(other, store.info, 12)
+    generator = torch.Generator().manual_seed(1)
+    for row in make_rows(8):
+        writer.add(row, torch.randn(6, A, D, generator=generator), torch.randn(6, D, generator=generator))
+    writer.finish()
+    for suffix in ("safetensors", "json"):
+        shutil.copy(other / f"shard-0-00002.{suffix}", store.folder / f"shard-0-00002.{suffix}")
+    reason = "shard-0-00002.json: the list of the shard's rows differs from its checksum"
+    assert damaged_rows(Store(store.folder)) == {"row4/0": reason, "row5/0": reason}
+
+
+def test_a_list_with_another_context_names_the_rows(store: Store) -> None:
+    """It decides which positions have a last state, and no digest of a row holds it."""
+    path = store.folder / "shard-0-00003.json"
+    shard = read_json(path)
+    shard["rows"][0]["context"] += 1
+    write_json(path, shard)
+    assert list(damaged_rows(Store(store.folder))) == ["row6/0", "row7/0"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_change_that_keeps_size_and_time_is_seen(store: Store, again: bool) -> None:
+    """As a copy with its times kept does, or an image whose files all have one time."""
+    path = store.folder / "shard-0-00001.safetensors"
+    damaged_rows(store)
+    stat, whole = path.stat(), bytearray(path.read_bytes())
+    whole[-3] ^= 1
+    path.write_bytes(whole)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns
+    found = damaged_rows(Store(store.folder), again=again)
+    assert found
+    assert all("differs from its checksum" in reason for reason in found.values())
+
+
+def test_states_of_another_type_than_the_store_says_are_named(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, INFO, 12)
+    states = torch.randn(6, A, D, generator=torch.Generator().manual_seed(0))
+    writer.add(make_rows(1)[0], states, states[:, 0])
+    writer.finish()
+    path, index = tmp_path / "shard-0-00000.safetensors", read_json(tmp_path / "index.json")
+    tensors = load_file(path)
+    save_file({**tensors, "aux": tensors["aux"].float()}, path)
+    index["shards"][0]["sha256"] = sha256_of(path)
+    write_json(tmp_path / "index.json", index)
+    assert damaged_rows(Store(tmp_path)) == {
+        "row0/0": f"{path.name}: aux is torch.float32 [3, 32], must be torch.bfloat16 [3, 32]"
     }
 
 

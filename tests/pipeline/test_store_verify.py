@@ -5,7 +5,7 @@ Shapes: T tokens, A captured layers, D hidden.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from drafthead.data.files import read_json, sha256_of, write_json
 from drafthead.data.shards import ShardWriter, Store
 from drafthead.data.store_format import RowPlace, StoreInfo, digest_of, row_places
 from drafthead.eval.states import StateRecorder
-from drafthead.pipeline import cli
+from drafthead.pipeline import cli, store_verify
 from drafthead.pipeline.store_verify import find_stores, verify
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
@@ -28,6 +28,7 @@ V, D, LAYERS, AUX = 64, 32, 4, [1, 2, 3]
 ROWS, CONTEXT = 24, 6
 NAME = "shard-0-00000"
 Change = Callable[[Tensor], None]
+Wrong = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +72,30 @@ def greedy_rows(model: Any) -> list[Row]:
     ]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "int8", "fp8"])
-def sound(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The states of the target's own answers, as an EAGLE-3 head reads them."""
-    folder = tmp_path_factory.mktemp("store") / "train"
+def capture_store(folder: Path, target: Target, dtype: str, wrong: Mapping[int, Wrong]) -> Path:
+    """The states of the target's own answers, as an EAGLE-3 head reads them, but for some rows."""
     info = StoreInfo(
         fingerprint=target.fingerprint,
         revision="org/target",
         layer_ids=AUX,
         num_layers=LAYERS,
         hidden_size=D,
-        dtype=request.param,
+        dtype=dtype,
         last="answer",
     )
     model = target.load(torch.float32, "cpu")
     recorder = StateRecorder(model, AUX)
     writer = ShardWriter(folder, info, 10_000)
-    for row in greedy_rows(model):
-        writer.add(row, *next(iter(recorder.record([row.input_ids]))))
+    for number, row in enumerate(greedy_rows(model)):
+        aux, last = next(iter(recorder.record([row.input_ids])))
+        writer.add(row, *wrong[number](aux, last) if number in wrong else (aux, last))
     writer.finish()
     return folder
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "int8", "fp8"])
+def sound(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return capture_store(tmp_path_factory.mktemp("store") / "train", target, request.param, {})
 
 
 @pytest.fixture
@@ -204,6 +209,42 @@ def test_states_one_position_off_are_named(target: Target, store: Path) -> None:
     row_id = list(Store(store).ids())[8]
     spoil(store, row_id, "last", shifted)
     assert bad_rows(verify(store, target)).keys() == {row_id}
+
+
+def exchanged(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    return aux[:, [1, 2, 0]], last
+
+
+def one_off(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    return aux.roll(1, 0), last
+
+
+def of_another_row(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    return aux.flip(0), last
+
+
+def too_large(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    return aux * 2, last
+
+
+def behind_the_norm(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """A28: the norm of a norm predicts the same tokens."""
+    return aux, last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [exchanged, one_off, of_another_row, too_large, behind_the_norm],
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_row_that_predicts_its_tokens_and_is_wrong_stands_out(
+    target: Target, tmp_path: Path, dtype: str, change: Wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured wrongly, with fitting checksums; no sample has it by luck."""
+    monkeypatch.setattr(store_verify, "SAMPLE", 0)
+    store = capture_store(tmp_path / "train", target, dtype, {11: change})
+    assert bad_rows(verify(store, target)).keys() == {"row11/0"}
 
 
 def test_a_row_with_the_states_of_another_is_named(store: Path) -> None:
