@@ -31,6 +31,8 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(CALLS, "assistant"),
     **OPENAI_ROLES,
 }
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's reasoning."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 LISTS = ("messages", "conversations", "conversation", "turns")
 SHAPES = "`messages`, `conversations`, `prompt` or `turns`"
@@ -244,7 +246,8 @@ def _parse_message(value: Any) -> Message:
     calls = value.get("tool_calls") or value.get("function_call")
     if "role" not in value and str(value["from"]).lower() in CALLS:
         given, calls = None, given
-    reasoning = value.get("reasoning_content", value.get("reasoning"))
+    # a server may answer with one of these and null under another
+    reasoning = next((value[key] for key in REASONING if value.get(key) is not None), None)
     may_be_null = role in ("assistant", "tool") and bool({"content", "value"} & value.keys())
     if given is None and not (may_be_null or calls or reasoning):
         raise _RowError(f"a message of role {role} without content")

@@ -158,9 +158,9 @@ def _encode_turn(template: Template, conversation: Conversation, turn: int, inde
         raise TurnError("weight 0 in the data")
     if not answer_of(message) and not message.get("tool_calls"):
         raise TurnError("empty answer")
-    _check_no_end_inside(template, message)
     prompt, answer = served_turn(template, messages, index, tools)
     context_ids = template.tokenize(prompt)
+    _check_own_words(template, message, context_ids)
     answer_ids, is_ended = _answer_ids(template, messages, index, tools, prompt, answer, context_ids)
     cut = message.get("finish_reason") == "length"
     if cut and is_ended:
@@ -168,10 +168,18 @@ def _encode_turn(template: Template, conversation: Conversation, turn: int, inde
     return _fit(conversation, turn, context_ids, answer_ids, cut, max_length)
 
 
-def _check_no_end_inside(template: Template, message: Message) -> None:
+def _check_own_words(template: Template, message: Message, context_ids: list[int]) -> None:
+    """Refuse an answer whose text holds tokens that end turns or build them.
+
+    A server does not write special tokens into an answer's text: the target has spelt them in ordinary ones, and which
+    cannot be told from the text.
+    """
+    building = [template.special_texts[token] for token in template.special_texts.keys() & set(context_ids)]
     for text in (message["content"], message.get("reasoning_content", "")):
         if template.end_of_turn_ids.intersection(template.tokenize(text)):
             raise TurnError("the answer contains an end-of-turn token")
+        if any(special in text for special in building):
+            raise TurnError("the answer contains the text of a special token that builds turns")
 
 
 def _answer_ids(
@@ -187,12 +195,23 @@ def _answer_ids(
     ids = _tokenize_after(template, prompt, context_ids, answer)
     end = next((place for place, token in enumerate(ids) if token in template.end_of_turn_ids), None)
     if end is not None:
+        _check_one_end(template, messages, index, tools, ids)
         return ids[: end + 1], True
     # this template ends turns with text that no server stops at; of that only the white space is scaffold
     ending = ending_of(template, messages, index, tools)
     kept_ending = "" if messages[index].get("finish_reason") == "length" else ending.rstrip()
     text = answer.removesuffix(ending) + kept_ending if answer.endswith(ending) else answer
     return _tokenize_after(template, prompt, context_ids, text), False
+
+
+def _check_one_end(template: Template, messages: list[Message], index: int, tools: Tools, ids: list[int]) -> None:
+    """Refuse an answer with an end-of-turn token that is not of its ending, as in the arguments of a call."""
+
+    def count(tokens: list[int]) -> int:
+        return sum(token in template.end_of_turn_ids for token in tokens)
+
+    if count(ids) > 1 and count(ids) > count(template.tokenize(ending_of(template, messages, index, tools))):
+        raise TurnError("the answer contains an end-of-turn token")
 
 
 def _tokenize_after(template: Template, prompt: str, context_ids: list[int], text: str) -> list[int]:

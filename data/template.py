@@ -7,10 +7,11 @@ Some templates make the two disagree (they rewrite turns, pre-fill a think block
 out of finished turns); then the message itself decides, and a turn that stays in doubt is refused with a reason.
 """
 
+import datetime
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ RESERVED_KWARGS = {
     "tokenize",
     "tools",
     "messages",
+    "strftime_now",
     "conversation",
     "add_generation_prompt",
     "continue_final_message",
@@ -63,7 +65,9 @@ class Template:
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
         end_of_turn_ids: Iterable[int] = (),
+        now: datetime.datetime | None = None,
     ):
+        """`now`: what a template that asks for the date is told; the time of this call unless given."""
         if chat_template is None and not tokenizer.chat_template:
             raise InputError(
                 f"{target}: its tokenizer has no chat template; add chat_template.jinja to that folder "
@@ -73,9 +77,13 @@ class Template:
         self.target = target
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
+        # one time for all prompts: renderings are compared, and a run goes on after midnight
+        self.now = now or datetime.datetime.now()
         if reserved := RESERVED_KWARGS & self.template_kwargs.keys():
             raise InputError(f"encode.template_kwargs.{min(reserved)}: set by the server, not by a request")
         eos = tokenizer.eos_token_id
+        added = {token: text for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+        self.special_texts = {token: str(text) for token, text in added.items() if str(text) not in (THINK, END_THINK)}
         self.end_of_turn_ids = frozenset(end_of_turn_ids) | ({eos} if isinstance(eos, int) else set())
 
     @classmethod
@@ -85,6 +93,7 @@ class Template:
         *,
         chat_template: Path | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        now: datetime.datetime | None = None,
     ) -> "Template":
         """Read tokenizer, template and end-of-turn ids from the target's folder.
 
@@ -102,6 +111,7 @@ class Template:
             chat_template=None if chat_template is None else _read_template(chat_template),
             template_kwargs=template_kwargs,
             end_of_turn_ids=read_end_of_turn_ids(target),
+            now=now,
         )
         if unread := template.unread_kwargs():
             print(
@@ -137,6 +147,8 @@ class Template:
                 chat_template=chosen,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                # under the name of the function that transformers gives to templates
+                strftime_now=self.now.strftime,
                 **self.template_kwargs,
             )
         except jinja2.TemplateSyntaxError as error:
@@ -249,20 +261,47 @@ def _text_after_open_think(prompt: str, full: str, message: Message) -> str | No
 def _text_after_scaffold(
     template: Template, messages: list[Message], index: int, tools: Tools, prompt: str, full: str
 ) -> str:
-    """The answer where the prompt ends in scaffold that finished turns do not show (an empty think block)."""
+    """The answer where the finished turn does not begin with the served prompt.
+
+    Either the prompt ends in scaffold that finished turns do not show (an empty think block), or what comes before the
+    last message is written otherwise once that is answered (Mistral: the system prompt, the tools). The context is the
+    served prompt either way; what stands between the last message and the answer must be the same.
+    """
     if _reasoning_of(messages[index]):
         raise TurnError("the answer holds reasoning that does not follow the served prompt")
     before, _ = _probe(template, messages, index, tools)
     if not full.startswith(before):
         raise TurnError("the chat template rewrites the history when the answer is added")
-    if not prompt.startswith(before) or not CLOSED_SCAFFOLD.fullmatch(prompt[len(before) :]):
+    given, shown = prompt.removeprefix(before), ""
+    if not prompt.startswith(before):
+        given, shown = (
+            _after_last_message(prompt, messages[index - 1]),
+            _after_last_message(before, messages[index - 1]),
+        )
+    if shown.startswith(given) and not shown[len(given) :].strip():
+        return full[len(before) - len(shown) + len(given) :]  # white space that the target writes itself
+    if not given.startswith(shown) or not CLOSED_SCAFFOLD.fullmatch(given[len(shown) :]):
         raise TurnError("the served prompt ends in text that the finished turn does not show")
     return full[len(before) :]
+
+
+def _after_last_message(text: str, message: Message) -> str:
+    """What a rendered text ends in, behind the message."""
+    said = message["content"].strip()
+    if not said or said not in text:
+        raise TurnError("the chat template rewrites the history when the answer is added")
+    return text[text.rindex(said) + len(said) :]
 
 
 def _reasoning_of(message: Message) -> str:
     thought = message["content"].rpartition(END_THINK)[0].split(THINK)[-1]
     return str(message.get("reasoning_content") or thought).strip()
+
+
+def _before_reasoning(message: Message) -> str:
+    """What an answer says before it opens a think block, as texts about such tags do."""
+    before, tag, _ = message["content"].partition(THINK)
+    return str(before).strip() if tag else ""
 
 
 def answer_of(message: Message) -> str:
@@ -276,6 +315,8 @@ def _check_round_trip(answer: str, message: Message) -> None:
         raise TurnError("the chat template does not render the answer")
     if _reasoning_of(message) not in answer:
         raise TurnError("the chat template does not render the reasoning")
+    if _before_reasoning(message) not in answer:
+        raise TurnError("the chat template does not render what stands before the reasoning")
     if not _shows_calls(answer, message):
         raise TurnError("the chat template does not render the tool calls")
     closed = message["content"].count(END_THINK)
@@ -286,11 +327,33 @@ def _check_round_trip(answer: str, message: Message) -> None:
 
 
 def _shows_calls(answer: str, message: Message) -> bool:
-    """Whether each call's name is there beyond what is said in words, and with it the names of its arguments."""
+    """Whether each call's name is there beyond what is said in words, and with it the text of its arguments."""
     said = f"{message['content']}{message.get('reasoning_content', '')}"
     calls = [call["function"] for call in message.get("tool_calls", [])]
     names = [call["name"] for call in calls]
-    keys = [key for call in calls for key in call["arguments"]]
+    texts = [text for call in calls for text in _texts_in(call["arguments"])]
     return all(answer.count(name) >= said.count(name) + names.count(name) for name in names) and all(
-        key in answer or json.dumps(key)[1:-1] in answer for key in keys
+        any(spelt in answer for spelt in _spellings(text)) for text in texts
     )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Keys, texts and whole numbers in arguments; other values have too many spellings."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _texts_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner)
+    elif isinstance(value, str) or type(value) is int:
+        yield str(value).strip()
+
+
+def _spellings(text: str) -> set[str]:
+    """As it is, inside JSON, and inside JSON that is text in JSON."""
+    found = {text}
+    for is_ascii in (False, True):
+        once = json.dumps(text, ensure_ascii=is_ascii)[1:-1]
+        found |= {once, json.dumps(once, ensure_ascii=is_ascii)[1:-1]}
+    return found

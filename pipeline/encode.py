@@ -21,7 +21,7 @@ from drafthead.data.encoding import (
 from drafthead.data.files import read_jsonl, write_json
 from drafthead.data.template import Template
 from drafthead.pipeline.heads.warm_start import draft_vocab_size, kept_vocab
-from drafthead.pipeline.respond import SPLITS, Dialogue, read_prompts
+from drafthead.pipeline.respond import SPLITS, Dialogue, load_template, read_prompts
 from drafthead.pipeline.run_dir import Run
 from torch import Tensor
 
@@ -31,7 +31,7 @@ LOW_COVERAGE = 0.9
 def encode(run: Run) -> dict[str, Any]:
     """Write `train.parquet` and `heldout.parquet`."""
     folder = run.folder("encode")
-    template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
+    template = load_template(run)
     report: dict[str, Any] = {}
     for split in SPLITS:
         counts = EncodeReport()

@@ -7,6 +7,7 @@ answer is appended to a file at once, so that a killed stage goes on where it st
 built-in prompts (`shipped.py`) are not written again.
 """
 
+import datetime
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from drafthead.data.conversations import Conversation, parse_conversation
 from drafthead.data.errors import InputError
-from drafthead.data.files import append_jsonl, read_jsonl, read_partial_jsonl, write_json, write_jsonl
+from drafthead.data.files import append_jsonl, read_json, read_jsonl, read_partial_jsonl, write_json, write_jsonl
 from drafthead.data.template import Template, TurnError
 from drafthead.eval.engine import Engine, EngineConfig, Request
 from drafthead.eval.hf_engine import TransformersEngine
@@ -26,6 +27,8 @@ from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.shipped import ShippedAnswers
 
 SPLITS = ("train", "heldout")
+RENDERED = "rendered.json"
+"""When the prompts were rendered, for templates that ask for the date."""
 
 
 def respond(run: Run) -> dict[str, Any]:
@@ -37,7 +40,9 @@ def respond(run: Run) -> dict[str, Any]:
         write_json(folder / "report.json", report)
         return report
     part = folder / "answers.part.jsonl"
-    template = Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs)
+    if not (folder / RENDERED).is_file():
+        write_json(folder / RENDERED, {"now": datetime.datetime.now().isoformat(timespec="seconds")})
+    template = load_template(run)
     dialogues = [Dialogue(one, split, template) for split in SPLITS for one in read_prompts(run, split)]
     by_id = {(one.split, one.conversation.id): one for one in dialogues}
     whole = folder / "answers.jsonl"
@@ -75,6 +80,13 @@ def respond(run: Run) -> dict[str, Any]:
     }
     write_json(folder / "report.json", report)
     return report
+
+
+def load_template(run: Run) -> Template:
+    """The run's template, which is told the time at which respond began, whenever it is asked to render."""
+    path = run.folder("respond") / RENDERED
+    now = datetime.datetime.fromisoformat(read_json(path)["now"]) if path.is_file() else None
+    return Template.load(run.target.path, template_kwargs=run.recipe.encode.template_kwargs, now=now)
 
 
 def read_prompts(run: Run, split: str) -> list[Conversation]:

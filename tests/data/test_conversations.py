@@ -81,6 +81,23 @@ def test_tool_calls_have_one_spelling(call):
     assert parse(call_row(call)).messages[1]["tool_calls"] == expected
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"thinking": "hm"},
+        {"reasoning_content": None, "reasoning": "hm"},
+        {"reasoning_content": "hm", "reasoning": None},
+    ],
+    ids=str,
+)
+def test_reasoning_is_kept_under_each_of_its_names(keys):
+    message = {"role": "assistant", "content": "4", **keys}
+    parsed = parse_conversation({"messages": [message]}, number=0, source="t").messages[0]
+    assert parsed["reasoning_content"] == "hm"
+
+
 def test_the_system_prompt_beside_the_messages_is_not_lost():
     expected = [{"role": "system", "content": "Be brief."}, USER, ANSWER]
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]

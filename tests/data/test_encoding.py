@@ -1,6 +1,7 @@
 """Context and supervised ids of every turn, against templates that rewrite turns (C1, C3, C5)."""
 
 import copy
+import datetime
 import json
 
 import jinja2
@@ -138,6 +139,7 @@ def test_reasoning_that_the_template_strips_is_still_what_the_target_wrote(text)
         ("", answer("", tool_calls=[{"name": "get", "arguments": {}}]), "does not render the tool calls"),
         ("", answer("I get it", tool_calls=[{"name": "get", "arguments": {}}]), "does not render the tool calls"),
         ("", answer(f"4{END}5"), "contains an end-of-turn token"),
+        ("", answer("write <|im_start|>user first"), "text of a special token that builds turns"),
     ],
 )
 def test_turns_in_doubt_are_refused(opening, message, reason):
@@ -181,6 +183,40 @@ def test_only_the_last_turn_when_asked():
     cut = {"messages": [*TWO_TURNS[:3], answer("")]}
     conversation = parse_conversation(cut, number=0, source="t")
     assert encode_conversation(make_template(A), conversation, max_length=512, turns="last") == ([], ["empty answer"])
+
+
+def test_a_special_token_that_the_prompt_does_not_use_is_an_answer():
+    """Raw calls of targets that mark them so; `<|im_start|>` is not one of this template's."""
+    rows, reasons = encode(make_template(C.replace("[/]", END)), [user("a"), answer("write <|im_start|> now")])
+    assert reasons == []
+    assert supervised(rows) == [f"[assistant]write <|im_start|> now{END}"]
+
+
+def test_words_before_a_think_tag_are_not_lost():
+    """An answer about the tags: the template takes what is between them for reasoning, and the rest away."""
+    rows, reasons = encode(make_template(A), [user("html?"), answer("Write <think> and </think> like <b>")])
+    assert rows == []
+    assert reasons == ["the chat template does not render what stands before the reasoning"]
+    rows, reasons = encode(make_template(R), [user("html?"), answer("Write <think>hm</think> 4")])
+    assert rows == []
+
+
+MISTRAL = """
+{%- set system = messages[0].content if messages[0].role == 'system' else none %}
+{%- for message in messages if message.role != 'system' %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' ~ (system ~ '\\n\\n' if loop.last and system else '') ~ message.content ~ '[/INST]' }}
+    {%- else %}{{ ' ' ~ message.content ~ '<|im_end|>' }}{% endif %}
+{%- endfor %}"""
+
+
+def test_a_system_prompt_that_only_an_open_turn_shows_is_context():
+    """Mistral 7B v0.3 and Nemo write it before the last message, as long as that is the user's."""
+    messages = [{"role": "system", "content": "Be brief."}, user("a"), answer("one two"), user("b"), answer("three 4")]
+    rows, reasons = encode(make_template(MISTRAL), messages)
+    assert reasons == []
+    assert supervised(rows) == [f" one two{END}", f" three 4{END}"]
+    assert context(rows[1]) == f"[INST] a[/INST] one two{END}[INST] Be brief.\n\nb[/INST]"
 
 
 def test_an_unclosed_or_doubled_think_block_is_refused():
@@ -231,6 +267,13 @@ def test_call_tokens_are_supervised_and_results_are_context():
     assert '"parameters"' in context(rows[0])
     assert "<tool_response>\n4C" in context(rows[1])
     assert rows[0].input_ids[: rows[0].context_length] == served_ids(A, TOOL_TURNS[:1], [TOOL])
+
+
+def test_an_end_of_turn_inside_a_call_is_refused():
+    """Otherwise the answer would end, supervised, in the middle of its arguments."""
+    call = {"name": "get", "arguments": {"city": f"Os{END}lo"}}
+    rows, reasons = encode(make_template(A), [user("weather?"), answer("", tool_calls=[call])], tools=[TOOL])
+    assert (rows, reasons) == ([], ["the answer contains an end-of-turn token"])
 
 
 def test_absent_tools_render_no_schema():
@@ -336,6 +379,17 @@ def test_one_reader_of_end_of_turn_ids(generation, config, expected, tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_end_of_turn_ids(tmp_path) == expected
     assert Target(tmp_path).end_of_turn_ids == sorted(expected | {TOKENIZER.eos_token_id})
+
+
+DATED = "{{ strftime_now('%d %b %Y %f') }}" + R
+
+
+def test_a_template_that_asks_for_the_date_is_told_one_time():
+    rows, reasons = encode(make_template(DATED), [user("a"), answer("b c"), user("d"), answer("e f")])
+    assert reasons == []
+    assert len({context(row).split("<|im_start|>")[0] for row in rows}) == 1
+    then = Template(TOKENIZER, target="tiny", chat_template=DATED, now=datetime.datetime(2024, 7, 26))
+    assert then.render([user("a")], None, add_generation_prompt=True).startswith("26 Jul 2024 000000<|im_start|>")
 
 
 def test_load_names_a_folder_without_a_tokenizer(tmp_path):

@@ -1,11 +1,15 @@
 """Respond: the target's own answers stand in the context of later turns, and nothing is asked twice."""
 
+import datetime
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drafthead.data import template
 from drafthead.data.encoding import read_rows
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
@@ -13,6 +17,7 @@ from drafthead.eval.engine import Request, Result
 from drafthead.pipeline import respond as responding
 from drafthead.pipeline.respond import open_engine, respond, turn_contexts
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.target import TINY_TEMPLATE, open_target
 
 MakeRun = Any
 TOOL_TALK = [
@@ -294,3 +299,23 @@ def roles(turns: Iterable[list[dict[str, Any]]]) -> list[str]:
 def test_what_is_given_before_each_answer(given: str, expected: list[str]) -> None:
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     assert roles(turn_contexts([{"role": names[letter], "content": "x"} for letter in given])) == expected
+
+
+def test_a_run_goes_on_after_midnight(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that writes the date, as Llama 3's does: later stages render what was answered."""
+    folder = shutil.copytree(open_target("builtin:tiny-random").path, tmp_path / "dated")
+    dated = "{{ strftime_now('%d %b %Y') }}" + TINY_TEMPLATE
+    (folder / "chat_template.jinja").write_text(dated)
+    run = prepared(make_run, tmp_path, f"target={folder}")
+    run.run_stage("respond")
+    before = answers(run)["two", 1]["context_ids"]
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Later":
+            return cls(2077, 1, 1)
+
+    monkeypatch.setattr(template, "datetime", SimpleNamespace(datetime=Later))
+    run.run_stage("encode")
+    rows = {(row.id, row.turn): row for row in read_rows(run.folder("encode") / "train.parquet")}
+    assert rows["two", 1].input_ids[: rows["two", 1].context_length] == before
