@@ -40,7 +40,7 @@ from drafthead.pipeline.run_dir import MERGED_TARGET, Run
 from drafthead.pipeline.target import Target
 from drafthead.pipeline.tracking import Tracker
 from drafthead.pipeline.train_inputs import Inputs
-from drafthead.pipeline.train_log import Sinks, TrainLog
+from drafthead.pipeline.train_log import Sinks, TrainLog, unlearned
 from drafthead.pipeline.train_loop import train_steps
 from torch import Tensor, nn
 
@@ -135,6 +135,8 @@ def work(run: Run) -> None:
         weights, taken = choose_head(accelerator, model, len(steps), final, best)
         if accelerator.is_main_process:
             _save_head(folder, head_weights(weights) if joint else weights, description)
+            if told := unlearned(folder / "log.jsonl"):
+                print(told, file=sys.stderr)
             report: dict[str, Any] = {"steps": len(steps), "tokens": sum(_step_tokens(steps, lengths)), **taken}
             if joint:
                 joint.load_state_dict(weights)

@@ -82,6 +82,18 @@ class TrainLog:
             file.write(json.dumps(row) + "\n")
 
 
+def unlearned(path: Path) -> str | None:
+    """One line about a loss that is no lower at the end of a training than at its beginning."""
+    rows = [row for row in read_partial_jsonl(path) if "loss" in row]
+    if len(rows) < 3 or rows[-1]["loss"] < rows[0]["loss"]:
+        return None
+    first, last = rows[0], rows[-1]
+    return (
+        f"WARNING: train: the loss has not fallen: {first['loss']:.3f} at step {first['step']:,}, {last['loss']:.3f} "
+        f"at step {last['step']:,}; look at train.learning_rate and at the data (`drafthead inspect`)"
+    )
+
+
 @dataclass
 class Sinks:
     """Where the main process writes its numbers."""

@@ -1,6 +1,7 @@
 """The loop of a training: steps, held-out walks, checkpoints; the same under every launch file."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from drafthead.data.batches import load_ahead, supervised_slots
+from drafthead.data.errors import InputError
 from drafthead.pipeline.checkpoint import BestHead, save_checkpoint
 from drafthead.pipeline.heldout import flat_walk, heldout_walk, render_walk
 from drafthead.pipeline.optim import learning_rates
@@ -53,6 +55,7 @@ def train_steps(
             for group, group_rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = group_rate
             norm = take_step(accelerator, model, optimizer, packs, inputs, total_slots, settings, tally, threads)
+            check_finite(number + 1, tally.loss, norm)
             tokens = sum(lengths[row] for pack in step for row in pack)
             tally.count_step(tokens)
             state["tokens"] += tokens
@@ -82,6 +85,20 @@ def train_steps(
                     {"tokens": state["tokens"]},
                     settings.keep_checkpoints,
                 )
+
+
+def check_finite(step: int, loss: float, norm: float | None) -> None:
+    """Stop at the first step that learns from no number: it makes all weights NaN, and no later one mends them.
+
+    Raises:
+        InputError: Naming the step.
+    """
+    if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+        raise InputError(
+            f"train: step {step:,}: the loss is {loss:.4g}, the gradient's norm {norm}: nothing can be learned now, "
+            f"the checkpoints before it are whole; lower train.learning_rate, or see whether the states are sound "
+            f"(`drafthead store verify`)"
+        )
 
 
 def speedometer(

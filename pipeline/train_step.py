@@ -29,8 +29,8 @@ def take_step(
     settings: TrainConfig,
     tally: Tally,
     threads: ThreadPoolExecutor | None,
-) -> float:
-    """Accumulate one optimiser step; returns the gradient norm before clipping."""
+) -> float | None:
+    """Accumulate one optimiser step; returns the gradient norm before clipping, None where the engine keeps it."""
     clock = tally.clock
     begun = clock.now()
     micro_batches = list(itertools.islice(packs, settings.accumulation))
@@ -60,7 +60,7 @@ def take_step(
             outputs.append(output)
     for output in outputs:
         tally.add(output)
-    return float(norm) if norm is not None else float("nan")
+    return None if norm is None else float(norm)
 
 
 def micro_batch_threads(accelerator: Accelerator, accumulation: int) -> ThreadPoolExecutor | None:

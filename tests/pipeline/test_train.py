@@ -33,7 +33,7 @@ from drafthead.pipeline.optim import learning_rate
 from drafthead.pipeline.recipe import TrainConfig
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.train_inputs import Inputs
-from drafthead.pipeline.train_log import Tally
+from drafthead.pipeline.train_log import Tally, unlearned
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -149,6 +149,40 @@ def test_resumed_equals_uninterrupted(run_with: Any, monkeypatch: pytest.MonkeyP
         assert read_json(killed.path / "train" / name) == read_json(straight.path / "train" / name)
     kept = list((straight.path / "train" / "checkpoints").glob("step-*"))
     assert len(kept) == straight.recipe.train.keep_checkpoints
+
+
+# ---- trainings that learn nothing say so
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_the_first_step_without_a_number_stops_the_training(
+    run_with: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Weights are NaN after it; before, the run went on and the export was refused at its end."""
+    run = run_with("r", *C17)
+    real, taken = train_loop.take_step, []
+
+    def take_step(*arguments: Any) -> float | None:
+        norm = real(*arguments)
+        taken.append(norm)
+        if len(taken) == 3 and what == "loss":
+            arguments[7].loss = float("nan")
+        return float("inf") if len(taken) == 3 and what == "norm" else norm
+
+    monkeypatch.setattr(train_loop, "take_step", take_step)
+    with pytest.raises(InputError, match=r"^train: step 3: the loss is .*norm .*store verify"):
+        training.work(run)
+    assert not (run.path / "train" / "head.safetensors").exists()
+
+
+@pytest.mark.parametrize(("losses", "is_told"), [([3, 2, 1], False), ([3, 2, 3], True), ([3, 4], False)])
+def test_a_loss_that_has_not_fallen_is_told(tmp_path: Path, losses: list[int], is_told: bool) -> None:
+    rows = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 99, "walk": 1}]))
+    told = unlearned(tmp_path / "log.jsonl")
+    assert (told is not None) is is_told
+    if told:
+        assert "has not fallen: 3.000 at step 10, 3.000 at step 30" in told
 
 
 def test_an_epoch_sees_every_row_once() -> None:
