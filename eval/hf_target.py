@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from drafthead.data.errors import InputError
+from drafthead.eval.layer_kinds import NO_TREES, attention_masks, keeps_positions, layer_kinds, runs_trees
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.states import StateRecorder
 from drafthead.eval.tree_pass import TreeCaches, tree_attention_in
 from drafthead.kernels.verify_tree.structure import tree_depth
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -66,18 +67,20 @@ class PositionedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is
 
 
 class HFTarget:
-    """Implements `protocols.TreeTarget` for a causal language model with full attention.
+    """Implements `protocols.TreeTarget` for a causal language model whose layers attend, to all or through a window.
 
     Raises:
-        InputError: A layer of the model does not use full attention.
+        InputError: A layer of the model keeps a state instead, which no rejected draft token can be taken out of.
     """
 
-    def __init__(self, model: Any, aux_layers: list[int]):
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+    def __init__(self, model: Any, aux_layers: list[int], role: str = "target"):
+        """`role`: what the model is called in errors."""
+        self.config = model.config.get_text_config()
+        if not keeps_positions(self.config):
+            kinds = ", ".join(sorted(layer_kinds(self.config)))
             raise InputError(
-                f"target: its layers use {', '.join(sorted(kinds))}; the evaluation loop needs full attention "
-                f"(`drafthead serve-check` measures such targets in vLLM)"
+                f"{role}: a {model.config.model_type} ({kinds}) keeps a state instead of keys and values by position; "
+                f"this loop cannot take rejected draft tokens back from it"
             )
         self.model = model
         self.recorder = StateRecorder(model, aux_layers)
@@ -85,17 +88,40 @@ class HFTarget:
 
     def start(self, prompts: list[list[int]], max_length: int) -> TargetPass:
         device = self.model.device
-        count = self.recorder.last_id
-        self.layers = [PositionedLayer(max_length) for _ in range(count)]
-        self.cache = Cache(layers=list(self.layers))
+        self.reserve(max_length)
         width = max(len(ids) for ids in prompts)
         tokens_BQ = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=device)
         position_BQ = torch.arange(width, device=device).expand(len(prompts), -1)
         last_B = torch.tensor([len(ids) - 1 for ids in prompts], device=device)
-        return self._run(tokens_BQ, position_BQ, keep_B=last_B)
+        return self._with_states(self.run(tokens_BQ, position_BQ, row_B=last_B))
 
     def step(self, tokens_BQ: Tensor, position_BQ: Tensor) -> TargetPass:
-        return self._run(tokens_BQ, position_BQ, keep_B=None)
+        return self._with_states(self.run(tokens_BQ, position_BQ))
+
+    def reserve(self, max_length: int) -> None:
+        """Forget everything and make room for requests of so many tokens."""
+        self.layers = [PositionedLayer(max_length) for _ in range(self.recorder.last_id)]
+        self.cache = Cache(layers=list(self.layers))
+
+    def run(
+        self, tokens_BQ: Tensor, position_BQ: Tensor, row_B: Tensor | None = None, decoder: nn.Module | None = None
+    ) -> Tensor:
+        """Run tokens at the given positions, writing the cache there.
+
+        Args:
+            tokens_BQ: Token ids.
+            position_BQ: Their positions; a token sees all of the cache up to its own.
+            row_B: The one token of each request whose logits are wanted; None for all.
+            decoder: Run this stack over the same cache, such as one with fewer layers.
+
+        Returns:
+            Logits [B, Q, V]; [B, 1, V] with `row_B`.
+        """
+        used = int(position_BQ.max()) + 1
+        for layer in self.layers:
+            layer.position_BQ, layer.used = position_BQ, used
+        masks = attention_masks(self.config, position_BQ, used, self.model.dtype)
+        return self._logits(tokens_BQ, position_BQ, masks, row_B, decoder)
 
     def select(self, rows: Tensor) -> None:
         for layer in self.layers:
@@ -107,10 +133,13 @@ class HFTarget:
         for layer in self.layers:
             layer.in_tree = True
         position_BM = known_B[:, None] + tree_depth(visible_BMM)
+        if not runs_trees(self.config, int(position_BM.max()) + 1):
+            raise InputError(NO_TREES)
         caches = TreeCaches(layers=self.layers, length_B=known_B)
         try:
             with tree_attention_in(self.model, self.recorder.decoder):
-                return self._forward(tokens_BM, position_BM, visible_BMM[:, None], tree_caches=caches)
+                logits_BMV = self._logits(tokens_BM, position_BM, visible_BMM[:, None], tree_caches=caches)
+                return self._with_states(logits_BMV)
         finally:
             for layer in self.layers:
                 layer.in_tree = False
@@ -120,18 +149,21 @@ class HFTarget:
             for layer in self.layers:
                 layer.keep(row_BQ, position_BQ)
 
-    def _run(self, tokens_BQ: Tensor, position_BQ: Tensor, keep_B: Tensor | None) -> TargetPass:
-        used = int(position_BQ.max()) + 1
-        for layer in self.layers:
-            layer.position_BQ, layer.used = position_BQ, used
-        visible = torch.arange(used, device=tokens_BQ.device) <= position_BQ[..., None]
-        return self._forward(tokens_BQ, position_BQ, visible[:, None], keep_B)
+    def _with_states(self, logits_BQV: Tensor) -> TargetPass:
+        return TargetPass(logits_BQV=logits_BQV, aux_BQAD=self.recorder.aux(), last_BQD=self.recorder.last())
 
-    def _forward(
-        self, tokens_BQ: Tensor, position_BQ: Tensor, mask: Tensor, keep_B: Tensor | None = None, **kwargs: Any
-    ) -> TargetPass:
+    def _logits(
+        self,
+        tokens_BQ: Tensor,
+        position_BQ: Tensor,
+        mask: Tensor | dict[str, Tensor],
+        row_B: Tensor | None = None,
+        decoder: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        run = self.recorder.decoder if decoder is None else decoder
         with torch.inference_mode():
-            hidden_BQD = self.recorder.decoder(
+            hidden_BQD = run(
                 input_ids=tokens_BQ,
                 position_ids=position_BQ,
                 attention_mask=mask,
@@ -139,7 +171,7 @@ class HFTarget:
                 use_cache=True,
                 **kwargs,
             ).last_hidden_state
-            if keep_B is not None:
-                hidden_BQD = hidden_BQD[torch.arange(len(keep_B)), keep_B][:, None]
-            logits_BQV = self.model.lm_head(hidden_BQD)
-        return TargetPass(logits_BQV=logits_BQV, aux_BQAD=self.recorder.aux(), last_BQD=self.recorder.last())
+            if row_B is not None:
+                hidden_BQD = hidden_BQD[torch.arange(len(row_B)), row_B][:, None]
+            logits_BQV: Tensor = self.model.lm_head(hidden_BQD)
+        return logits_BQV

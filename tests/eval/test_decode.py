@@ -4,12 +4,10 @@ Shapes: B requests, Q new tokens, K draft tokens, T tokens of a text, V vocabula
 """
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from drafthead.data.errors import InputError
 from drafthead.eval.acceptance import walk
 from drafthead.eval.decode import Answer, DecodeOptions, decode
 from drafthead.eval.engine import Request
@@ -158,12 +156,6 @@ def test_progress_counts_every_request_once(target: HFTarget, prompts: list[list
     decode(target, scripted(texts, 0.5), prompts, 2, options, on_progress=finished.append)
     assert sum(finished) == len(prompts)
     assert len(finished) > 1
-
-
-def test_a_target_with_sliding_attention_is_refused(model: Any) -> None:
-    config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(InputError, match="sliding_attention"):
-        HFTarget(SimpleNamespace(config=config), AUX)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------
