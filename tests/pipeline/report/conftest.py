@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from drafthead.data.files import write_json
 from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, summarize_tree
+from drafthead.eval.cost_grid import BatchTimes, describe_batch
+from drafthead.eval.economics import Rates
+from drafthead.eval.plan import MeasuredCost
 from drafthead.eval.served import compare
+from drafthead.eval.served_cost import ServedSteps, describe_served
 from drafthead.pipeline.report.page import write_report
 from drafthead.pipeline.run_dir import Run, open_run
 from drafthead.pipeline.stages import STAGES
@@ -84,6 +88,58 @@ def further_numbers() -> dict[str, Any]:
     }
 
 
+def measured_cost(head_key: str) -> dict[str, Any]:
+    """What `drafthead cost --serve` writes, of made-up times."""
+
+    def steps(batch: int, k: int) -> ServedSteps:
+        step_s, tokens = 0.03 * (1 + batch / 20) * (1 + 0.07 * k), 1.9 if k else 1.0
+        return ServedSteps(
+            batch=batch, num_steps=40, step_s=step_s, tokens_per_step=tokens, tokens_per_s=batch * tokens / step_s
+        )
+
+    times = [
+        BatchTimes(
+            batch=batch,
+            plain_s=0.031 + batch / 900,
+            target_s={k: 0.032 + batch * (k + 1) / 800 for k in (1, 3)},
+            draft_s={k: 0.0023 * k for k in (1, 3)},
+        )
+        for batch in (1, 8)
+    ]
+    loop = MeasuredCost(draft_by_batch={1: 0.05}, row_by_batch={1: 0.04, 8: 0.2})
+    served = [
+        describe_served(
+            (steps(batch, 0), steps(batch, 0)),
+            {k: steps(batch, k) for k in (1, 3)},
+            Rates(conditional=(0.45, 0.3)),
+            loop,
+        )
+        for batch in (1, 8)
+    ]
+    when = "2026-11-30T20:00:00+00:00"
+    return {
+        "head": "eagle3",
+        "head_key": head_key,
+        "loop": {
+            "measured": when,
+            "device": "CPU, 1 threads",
+            "dtype": "float32",
+            "context": 256,
+            "repeats": 7,
+            "left_out": {"64": "out of memory"},
+            "by_batch": [describe_batch(one) for one in times],
+        },
+        "served": {
+            "measured": when,
+            "dtype": "float32",
+            "prompts": 16,
+            "max_new_tokens": 64,
+            "rates_from": "eval/report.json",
+            "by_batch": served,
+        },
+    }
+
+
 def finish_stage(run: Path, name: str, report: dict[str, Any]) -> None:
     write_json(run / name / "report.json", report)
     write_json(run / name / "manifest.json", {"seconds": 1.5})
@@ -104,6 +160,7 @@ def finished_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Pat
     evaluated = json.loads((path / "eval" / "report.json").read_text())
     write_json(path / "eval" / "report.json", evaluated | further_numbers())
     finish_stage(path, "serve-check", served_report(tiny_run.recipe.serve_check.tolerance))
+    write_json(path / "cost.json", measured_cost(json.loads((path / "train" / "manifest.json").read_text())["key"]))
     return reported(path)
 
 

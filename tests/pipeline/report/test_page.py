@@ -93,6 +93,8 @@ def test_the_numbers_that_matter_are_there(finished_run: Path) -> None:
     wanted |= {"eval/report.json#/by_context_length/1/per_position/2", "eval/report.json#/by_temperature/1/drafts"}
     wanted |= {f"eval/report.json#/{name}/mean_acceptance_length" for name in ("tree", "dynamic_tree", "typical/chain")}
     wanted |= {"eval/report.json#/mean_acceptance_length_interval/1", "eval/report.json#/typical/tree/depth"}
+    wanted |= {"cost.json#/served/by_batch/1/rounds/0/speedup", "cost.json#/loop/by_batch/1/rounds/1/fitted_cost"}
+    wanted |= {"cost.json#/served/by_batch/0/plain_ms", "plan#/by_batch/1/table/2/speedup"}
     wanted |= {"plan#/k", "plan#/speedup", "run.json#/recipe/serve_check/tolerance"}
     assert wanted - found == set()
 
@@ -185,6 +187,15 @@ def test_the_log_of_a_training_that_goes_on_is_drawn(finished_run: Path, tmp_pat
         if tag == "polyline"
     }
     assert len(drawn["loss"]) == sum("loss" in json.loads(line) for line in log[:2])
+
+
+def test_costs_of_another_head_are_left_aside(finished_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "tiny"))
+    cost = json.loads((run / "cost.json").read_text())
+    (run / "cost.json").write_text(json.dumps({**cost, "head_key": "another"}))
+    page = page_of(reported(run))
+    assert not {path for path in addresses(page) if path.startswith("cost.json")}
+    assert "cost.json is of another head" in " ".join(page.texts)
 
 
 def test_a_run_before_its_first_stage(finished_run: Path, tmp_path: Path, capsys: Captured) -> None:
