@@ -23,9 +23,9 @@ from drafthead.data.template import Template, TurnError
 from drafthead.eval.acceptance import RequestRounds, summarize, summarize_tree
 from drafthead.eval.context_length import by_context_length
 from drafthead.eval.decode import Answer, DecodeOptions, OnProgress, decode
-from drafthead.eval.hf_target import HFTarget
 from drafthead.eval.intervals import brief, summarize_with_intervals
 from drafthead.eval.protocols import Drafter, TreeDrafter
+from drafthead.eval.recomputed_target import loop_target
 from drafthead.eval.tree_accuracy import Text, measure_accuracy
 from drafthead.eval.tree_decode import decode_tree
 from drafthead.eval.tree_search import TreeShape, search_tree
@@ -289,7 +289,7 @@ class SpeculativeLoop:
         self.trained = TrainedHead.load(run, self.device, dtype) if spec is None else None
         target = run.served_target
         model = target.load(dtype, self.device) if model is None else model
-        self.target = HFTarget(model, [] if self.trained is None else self.trained.aux_layers)
+        self.target = loop_target(model, [] if self.trained is None else self.trained.aux_layers)
         self.end_ids = target.end_of_turn_ids
         self.seed = run.recipe.run.seed
         self.is_ordered = spec is not None and KINDS[spec.kind].remembers
