@@ -8,6 +8,7 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.data.sources import PROMPTS, SELF_WRITTEN, looks_like_file
 from drafthead.data.store_format import LAST_LEAD
+from drafthead.eval.layer_kinds import NO_TREES, runs_trees
 from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.capture import MOST_OF_DISK, check_disk, last_kept, store_info
 from drafthead.pipeline.heads.build import check_target
@@ -35,6 +36,9 @@ def check_head(recipe: Recipe, target: Target) -> None:
     target.resolve_aux_layers(recipe.capture.aux_layers)
     check_warm_start(recipe, target)
     check_target(recipe.head, draft_vocab_size(recipe, target), target)
+    # the evaluation gives its prompts no more room than the server has
+    if recipe.eval.tree is not None and not runs_trees(target.config, recipe.serve_check.max_model_len):
+        raise InputError(NO_TREES)
 
 
 def make_plan(recipe: Recipe) -> dict[str, Any]:

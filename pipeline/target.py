@@ -155,6 +155,12 @@ class Target:
         known = {**self.config.to_dict(), **self.whole_config.to_dict()}
         return bool(known.get("tie_word_embeddings", False))
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are stored in fewer bits, as its configuration or a file beside it says."""
+        known = {**self.config.to_dict(), **self.whole_config.to_dict()}
+        return bool(known.get("quantization_config")) or (self.path / "hf_quant_config.json").is_file()
+
     @functools.cached_property
     def tensor_names(self) -> dict[str, str]:
         """Names in the checkpoint of what a head reads of the target: `embedding`, `lm_head`, `final norm`.
@@ -212,6 +218,7 @@ class Target:
         names = (
             "config.json",
             "generation_config.json",
+            "hf_quant_config.json",
             "tokenizer.json",
             "tokenizer_config.json",
             "chat_template.jinja",
@@ -443,7 +450,10 @@ def hash_files(files: list[Path]) -> str:
 
 
 class _known_hashes:  # noqa: N801
-    """sha256 of large files, remembered by path, size and modification time."""
+    """sha256 of large files, remembered by path, size and times.
+
+    Of the times also that of the inode: images and copies may give every file the same time of modification.
+    """
 
     def __init__(self) -> None:
         self.path = cache_dir() / "hashes.json"
@@ -452,7 +462,7 @@ class _known_hashes:  # noqa: N801
 
     def of(self, path: Path) -> str:
         stat = path.stat()
-        key = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+        key = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
         if key not in self.values:
             with open(path, "rb") as file:
                 self.values[key] = hashlib.file_digest(file, "sha256").hexdigest()

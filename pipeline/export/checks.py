@@ -14,7 +14,7 @@ import torch
 from drafthead.data.errors import GateError, InputError
 from drafthead.data.files import read_json
 from drafthead.pipeline.export import rope
-from drafthead.pipeline.export.folder import DTYPES, check_path, map_digest, state_digest
+from drafthead.pipeline.export.folder import DTYPES, check_path, map_digest, named_method, state_digest
 from drafthead.pipeline.target import Target
 from safetensors import safe_open
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 Failure = dict[str, str]
 MAPS = ("d2t", "t2d")
 """Between draft and target ids: integers, whose shape follows from the draft vocabulary."""
+QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files beside a config.json that say the same as a block in it."""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 SERVING_CHOICES = (
     "num_speculative_tokens_per_batch_size",
@@ -94,12 +96,13 @@ def dtype_failures(config: dict[str, Any]) -> Iterator[Failure]:
 
 
 def speculative_failures(
-    config: dict[str, Any], export: Path, method: str, why: str, *, has_model: bool = True
+    config: dict[str, Any], export: Path, method: str, why: str, *, has_model: bool = True, any_path: bool = False
 ) -> Iterator[Failure]:
     """`speculative_config.json`: the method, the folder's own absolute path, the draft tokens it was exported for.
 
     Args:
         has_model: Whether the head is a folder of its own; an MTP layer is read from the served model.
+        any_path: Whether vLLM believes the method whatever the path of the folder is.
     """
     path = export / "speculative_config.json"
     if not path.is_file():
@@ -117,7 +120,7 @@ def speculative_failures(
     if values.get("method") != method:
         yield export_failure("speculative_config.method", f"is {values.get('method')!r}, must be {method!r}: {why}")
     if has_model:
-        yield from _model_failures(values.get("model"), export)
+        yield from _model_failures(values.get("model"), export, any_path)
     elif "model" in values:
         message = f"is {values['model']!r}, must be left out: the layer is read from the served folder itself"
         yield export_failure("speculative_config.model", message)
@@ -127,11 +130,21 @@ def speculative_failures(
         yield export_failure("speculative_config.num_speculative_tokens", message)
 
 
-def _model_failures(model: Any, export: Path) -> Iterator[Failure]:
+def _model_failures(model: Any, export: Path, any_path: bool) -> Iterator[Failure]:
     if not isinstance(model, str) or not Path(model).is_absolute():
         yield export_failure("speculative_config.model", f"is {model!r}, must be the absolute path of this folder")
-    elif Path(model).resolve() != export.resolve():
+        return
+    try:
+        found = Path(model).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte
+        yield export_failure("speculative_config.model", f"is {model!r}, which leads nowhere ({error})")
+        return
+    if found != export.resolve():
         yield export_failure("speculative_config.model", f"is {model}, this folder is {export.resolve()}")
+    # vLLM reads the path as it is written here, links and all
+    elif not any_path and (word := named_method(model)):
+        message = f"is {model}: vLLM would take the head for another kind, because {word!r} stands in it"
+        yield export_failure("speculative_config.model", message)
 
 
 def key_failures(config: dict[str, Any], known: Collection[str]) -> Iterator[Failure]:
@@ -141,10 +154,18 @@ def key_failures(config: dict[str, Any], known: Collection[str]) -> Iterator[Fai
 
 
 def file_failures(folder: Path) -> Iterator[Failure]:
-    """vLLM reads every *.safetensors file of a folder without an index."""
+    """vLLM reads every *.safetensors file of a folder without an index, and some files beside config.json."""
+    yield from quantisation_file_failures(folder)
     for path in sorted(folder.glob("*.safetensors*")):
         if path.name != "model.safetensors":
             yield export_failure(path.name, "must be left out: vLLM would read tensors from it as well, or instead")
+
+
+def quantisation_file_failures(folder: Path, target: Path | None = None) -> Iterator[Failure]:
+    """Files that would make vLLM look for quantised tensors, but for those of the target that is served from here."""
+    for name in QUANTISATION_FILES:
+        if (folder / name).exists() and not (target and (target / name).exists()):
+            yield export_failure(name, "must be left out: vLLM would look for quantised tensors, as for its model")
 
 
 def path_failures(export: Path) -> Iterator[Failure]:

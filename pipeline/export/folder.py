@@ -71,14 +71,18 @@ def check_path(folder: Path) -> None:
         GateError: Naming the part of the path, and what to choose anew.
     """
     for part in folder.resolve().parts:
-        found = next((word for word in OTHER_METHODS if word in part.lower()), None)
-        if found is not None:
+        if found := named_method(part):
             raise GateError(
                 "ExportGate",
                 f"path part {part!r}",
                 f"vLLM would take the head in {folder.resolve()} for another kind, because {found!r} stands in its "
                 f"path; choose another run.name or run.dir",
             )
+
+
+def named_method(part: str) -> str | None:
+    """The method that vLLM reads from a part of a draft model's path, or of its name on the hub."""
+    return next((word for word in OTHER_METHODS if word in part.lower()), None)
 
 
 def serve_command(target_path: Path, export_path: Path) -> str:

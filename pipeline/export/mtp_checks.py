@@ -28,6 +28,7 @@ from drafthead.pipeline.export.checks import (
     path_failures,
     provenance_failures,
     provenance_of,
+    quantisation_file_failures,
     rope_failure,
     rope_failures,
     shape_failures,
@@ -96,6 +97,7 @@ def mtp_failures(export: Export) -> list[Failure]:
         *speculative_failures(config, export.folder, "mtp", "vLLM would guess", has_model=False),
         *_index_failures(stitched),
         *_further_file_failures(stitched, target),
+        *quantisation_file_failures(export.folder, target.path),
     ]
     trained = _expected_shapes(target, options)
     present = {name: stitched.tensor(name) for name in trained if stitched.has(name)}

@@ -53,11 +53,12 @@ def check_target(config: HeadConfig, draft_vocab: int, target: Target) -> None:
     """Refuse, before any work, a target that such a head cannot be made or served for.
 
     Raises:
-        InputError: A tensor or key is missing; see also `check_lm_heads`, `check_adapters`, `resolve_layout`,
-            `check_vocab` and `check_last_layer`.
+        InputError: A tensor or key is missing; an MTP layer is asked of a quantised target; see also `check_logits`,
+            `check_lm_heads`, `check_adapters`, `resolve_layout`, `check_vocab` and `check_last_layer`.
         GateError: See `check_rope`.
     """
     check_sizes(config, target)
+    check_logits(target)
     assert target.tensor_names  # found, or the error that lists candidates
     if isinstance(config, MedusaConfig):
         check_lm_heads(config, draft_vocab, target.vocab_size)
@@ -67,6 +68,11 @@ def check_target(config: HeadConfig, draft_vocab: int, target: Target) -> None:
     if isinstance(config, MTPConfig):
         resolve_layout(config.layout, target)
         check_vocab(draft_vocab, target.vocab_size)
+        if target.is_quantised:
+            raise InputError(
+                f"{target.path}/config.json: quantised: vLLM would look for quantised tensors of the MTP layer too; "
+                f"train a head that is a folder of its own (head.type=eagle3 or medusa), or take the unquantised target"
+            )
     elif config.init_from_target:
         check_last_layer(target)
     check_rope(target)
@@ -90,6 +96,29 @@ def check_sizes(config: HeadConfig, target: Target) -> None:
             f"{target.path}/config.json: num_attention_heads={heads} does not divide hidden_size={size}: vLLM reads an "
             f"EAGLE-3 head as a Llama, whose configuration refuses that"
         )
+
+
+LOGIT_CHANGES = {"final_logit_softcapping": 0, "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1}
+"""Keys by which a target changes its logits behind the lm_head, and the value that changes nothing."""
+
+
+def check_logits(target: Target) -> None:
+    """Refuse a target whose logits are not lm_head(norm(state)), which is what heads learn from and are scored by.
+
+    Raises:
+        InputError: Naming what comes on top.
+    """
+    known = target.config.to_dict()
+    for name, harmless in LOGIT_CHANGES.items():
+        if known.get(name) not in (None, harmless):
+            raise InputError(
+                f"{target.path}/config.json: {name}={known[name]}: the target changes its logits behind the lm_head, "
+                f"which no head here is trained for; choose another target"
+            )
+    for what in ("final norm", "lm_head"):
+        bias = target.tensor_names[what].removesuffix("weight") + "bias"
+        if bias in target.tensor_files:
+            raise InputError(f"{target.path}: its {what} has a bias ({bias}), which no head here is trained for")
 
 
 def check_rope(target: Target) -> None:

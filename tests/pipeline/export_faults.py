@@ -94,6 +94,7 @@ SPECULATIVE_FAULTS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "no k": (drop("num_speculative_tokens"), "num_speculative_tokens"),
     "relative path": (put(model="run/export"), "model"),
     "path of another folder": (put(model="/tmp"), "model"),
+    "a path with a zero byte": (put(model="/tmp/\0"), "model"),
     "tensor parallelism inside": (put(tensor_parallel_size=2), "tensor_parallel_size"),
     "quantised": (put(quantization="fp8"), "quantization"),
     "a shorter context": (put(max_model_len=256), "max_model_len"),

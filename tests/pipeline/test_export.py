@@ -1,6 +1,7 @@
 """The exported folder, and a preflight that must name every single fault made in it."""
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import torch
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import GateError, InputError
 from drafthead.pipeline.export import rope
-from drafthead.pipeline.export.card import model_card
 from drafthead.pipeline.export.eagle3 import HeadOptions, expected_shapes, export_head
 from drafthead.pipeline.export.folder import initial_digests, serve_command
 from drafthead.pipeline.export.preflight import preflight
@@ -342,6 +342,7 @@ def _zero(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors[name].zero_()
 
 
+SQUARE, QUERIES = "midlayer.self_attn.o_proj.weight", "midlayer.self_attn.q_proj.weight"
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
     "no embeddings": (lambda t: t.pop("embed_tokens.weight"), "embed_tokens.weight"),
@@ -361,6 +362,19 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         "drafthead.trained_digest",
     ),
     "gate for up": (swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"), "drafthead.trained_digest"),
+    "a square matrix transposed": (
+        lambda t: t.update({SQUARE: t[SQUARE].t().contiguous()}),
+        "drafthead.trained_digest",
+    ),
+    "halves of each query head exchanged": (
+        lambda t: t.update({QUERIES: t[QUERIES].view(-1, 2, P // 2, 2 * D).flip(1).reshape(t[QUERIES].shape)}),
+        "drafthead.trained_digest",
+    ),
+    "last token of the map": (lambda t: t["d2t"][-1:].add_(1), "t2d"),
+    "last token of both maps": (
+        lambda t: (t["d2t"][-1:].add_(1), t["t2d"][-4:].copy_(torch.tensor([False, True, False, False]))),
+        "drafthead.map_digest",
+    ),
     "keys for values": (
         swap("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"),
         "drafthead.trained_digest",
@@ -425,6 +439,34 @@ def test_choices_of_serving_pass(export: Path, tiny_target: Path) -> None:
     schedule = [[1, 8, 3], [9, 64, 1]]
     change_config(export, put(num_speculative_tokens_per_batch_size=schedule), SPECULATIVE)
     assert preflight(export, tiny_target).ok
+
+
+def test_links_that_lead_in_a_circle_are_named(export: Path, tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "one")
+    change_config(export, put(model=str(tmp_path / "one")), SPECULATIVE)
+    assert fields(preflight(export, tiny_target)) == {"speculative_config.model"}
+
+
+def test_a_file_that_says_quantised_is_named(export: Path, tiny_target: Path) -> None:
+    """A119: vLLM reads ModelOpt's file beside a config without a block; the head would be looked for quantised."""
+    (export / "hf_quant_config.json").write_text("{}")
+    assert fields(preflight(export, tiny_target)) == {"hf_quant_config.json"}
+
+
+def test_a_fine_tune_of_the_same_size_and_time_is_another_target(
+    export: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """A114: as in an image whose files all have one time; the remembered hash must not be taken."""
+    target = Path(shutil.copytree(tiny_target, tmp_path / "tuned"))
+    assert preflight(export, target).ok
+    path = target / "model.safetensors"
+    stat, tensors = path.stat(), load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 0.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert fields(preflight(export, target)) == {"drafthead.target_fingerprint"}
 
 
 @pytest.mark.parametrize("name", ["model-2.safetensors", "consolidated.safetensors", "model.safetensors.index.json"])
@@ -583,72 +625,3 @@ def test_a_missing_base_is_not_guessed() -> None:
     with pytest.raises(InputError, match="rope_theta"):
         rope.rope_of({"model_type": "qwen3"})
     assert rope.rope_of({"model_type": "llama"})["rope_theta"] == 1e4
-
-
-# ---- the card --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def results() -> dict[str, Any]:
-    part = {
-        "k": 2,
-        "drafts": 4,
-        "per_position": [0.5, 0.25],
-        "conditional": [0.5, None],
-        "mean_acceptance_length": 1.75,
-        "mean_of_requests_acceptance_length": 1.5,
-        "draft_acceptance_rate": 0.375,
-    }
-    return {
-        "name": "my-head",
-        "head": "eagle3",
-        "target": "org/model",
-        "fingerprint": "abc",
-        "eval": {**part, "identical_to_plain": "9/9", "by_domain": {"math": part}},
-        "temperature": 0.0,
-        "data": {"training answers": 1234},
-        "versions": {"vllm": "0.32.0"},
-        "trained_length": 512,
-        "serve_command": "vllm serve 'a b'",
-        "license": "apache-2.0",
-    }
-
-
-def test_the_card_holds_numbers_command_and_how_they_were_measured(results: dict[str, Any]) -> None:
-    card = model_card(results)
-    for text in ("1.750", "1.500", "9/9", "| 1 | 0.250 | none |", "| math | 4 | 1.750 |", "1234", "0.32.0"):
-        assert text in card
-    for text in ("vllm serve 'a b'", "k = 2", "temperature 0", "full vocabulary", "apache-2.0", "512 tokens"):
-        assert text in card
-    assert "Served by vLLM" not in card
-
-
-def test_the_card_labels_trees_and_typical_acceptance(results: dict[str, Any]) -> None:
-    assert "Other drafts" not in model_card(results)
-    tree = {"nodes": 63, "depth": 4, "rounds": 3, "mean_acceptance_length": 2.5}
-    results["eval"]["tree"] = tree
-    card = model_card(results)
-    assert "| tree of 63 nodes, depth 4 | lossless | 3 | 2.500 |" in card
-    assert "NOT lossless" not in card
-    chain = results["eval"]["by_domain"]["math"]
-    results["eval"]["typical"] = {"epsilon": 0.09, "delta": 0.3, "chain": chain, "tree": tree}
-    card = model_card(results)
-    assert "| chain of 2 | NOT lossless (typical, epsilon 0.09, delta 0.3) | 4 | 1.750 |" in card
-    assert card.count("| tree of 63 nodes, depth 4 |") == 2
-
-
-@pytest.mark.parametrize(("head", "title"), [("eagle3", "EAGLE-3"), ("medusa", "Medusa"), ("mtp", "multi-token")])
-def test_the_card_names_the_kind_of_head(results: dict[str, Any], head: str, title: str) -> None:
-    card = model_card({**results, "head": head})
-    assert f"tags: [speculative-decoding, {head}, draft-head]" in card
-    assert title in card.split("## ")[0]
-    assert ("EAGLE" in card) is (head == "eagle3")
-
-
-@pytest.mark.parametrize(("ok", "verdict"), [(True, "head as predicted"), (False, "head NOT as predicted")])
-def test_the_card_shows_predicted_beside_served(results: dict[str, Any], ok: bool, verdict: str) -> None:
-    served = {**results["eval"], "per_position": [0.48, 0.26]}
-    results["serve_check"] = {"ok": ok, "predicted": results["eval"], "served": served}
-    card = model_card(results)
-    assert verdict in card
-    assert "| 0 | 0.500 | 0.480 |" in card

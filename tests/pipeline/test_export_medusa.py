@@ -303,6 +303,15 @@ def test_a_moved_folder_is_refused_too(export: Path, tmp_path: Path, small_targe
     assert fields(preflight(moved, small_target)) == {"path part 'eagle3'", "speculative_config.model"}
 
 
+def test_a_link_by_which_vllm_takes_the_head_for_another_is_refused(
+    export: Path, tmp_path: Path, small_target: Path
+) -> None:
+    """vLLM looks at the path as it is written, not at where it leads."""
+    (tmp_path / "my-eagle3").symlink_to(export.parent)
+    change_config(export, put(model=str(tmp_path / "my-eagle3" / "export")), SPECULATIVE)
+    assert fields(preflight(export, small_target)) == {"speculative_config.model"}
+
+
 def test_harmless_paths_pass() -> None:
     check_path(Path("/runs/beagle/eagle/eagle_3/medusa/export"))
 
