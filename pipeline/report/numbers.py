@@ -69,7 +69,7 @@ class Numbers:
         if self._value(where) is None:
             return Markup("")
         low, high = (self.show("length", "interval", *where, end) for end in (0, 1))
-        return Markup("<small>{} to {}</small>").format(low, high)
+        return Markup("{} to {}").format(low, high)
 
     def term(self, name: str, label: str = "") -> Markup:
         """A term's name, leading to its definition."""

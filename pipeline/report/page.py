@@ -89,7 +89,7 @@ def describe_run(run: Run, sources: Sources) -> dict[str, Any]:
         for name in run.stages
     ]
     timed = [stage for stage in stages if stage["seconds"] is not None]
-    exported = "export" in sources.finished
+    served_from = run.record.get("target_path") if "export" in sources.finished else None
     return {
         "unfinished": [name for name in run.stages if name not in sources.finished],
         "gates": [
@@ -99,7 +99,7 @@ def describe_run(run: Run, sources: Sources) -> dict[str, Any]:
         "stages": stages,
         "timed_stages": [("run.json", "stages", stage["name"], "seconds") for stage in timed],
         "longest_stage": max((stage["seconds"] for stage in timed), default=0) or 1,
-        "serve_command": serve_command(Path(run.record["target_path"]), run.path / "export") if exported else None,
+        "serve_command": serve_command(Path(served_from), run.path / "export") if served_from else None,
         "facts": list_facts(run, sources),
         "recipe_text": (run.path / "recipe.yaml").read_text(encoding="utf-8"),
     }

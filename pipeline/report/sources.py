@@ -19,8 +19,9 @@ from drafthead.pipeline.run_dir import MANIFEST, Run
 REPORTS = ("prompts", "respond", "encode", "draft-vocab", "train", "eval", "serve-check")
 """Stages with a report.json; what capture counted stands in its manifest."""
 REQUIRED = {
-    "eval/report.json": ("k", "per_position", "conditional", "by_domain"),
-    "serve-check/report.json": ("ok", "failures", "k", "predicted", "served", "by_k"),
+    "eval/report.json": ("k", "drafts", "temperature", "per_position", "conditional", "by_domain"),
+    "serve-check/report.json": ("ok", "failures", "k", "predicted", "served", "by_k", "plain_ms_per_token"),
+    "cost.json": ("head_key", "loop", "served"),
     "train/report.json": ("steps", "taken_step", "walk"),
 }
 """What a page cannot be written without; other numbers that are missing are said to be."""
@@ -79,7 +80,7 @@ def read_sources(run: Run) -> Sources:
     for name, keys in REQUIRED.items():
         lacking = [key for key in keys if name in files and key not in files[name]]
         if lacking:
-            raise InputError(f"{run.path / name}: lacks {lacking[0]}; remove {name.split('/')[0]}/ and run it again")
+            raise InputError(f"{run.path / name}: lacks {lacking[0]}; remove {name.split('/')[0]} and make it again")
     if (log := list(read_partial_jsonl(run.path / "train" / "log.jsonl"))) != []:
         files["train/log.jsonl"] = log
     no_plan = ""

@@ -8,9 +8,12 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from drafthead.eval.cost_fit import POOR_FIT
 from drafthead.pipeline import cli
 from drafthead.pipeline.report.curves import draw, ticks
+from drafthead.pipeline.report.page import TEMPLATE
 from drafthead.pipeline.report.terms import TERMS
+from drafthead.pipeline.serve_check import WALK_TOLERANCE
 
 from tests.pipeline.report.conftest import ATTACK, reported
 from tests.pipeline.report.shown import Shown, curve_faults, faults, resolve
@@ -211,12 +214,24 @@ def test_what_cannot_be_reported_is_one_line(finished_run: Path, tmp_path: Path,
     run = Path(shutil.copytree(finished_run, tmp_path / "tiny"))
     (run / "eval" / "report.json").write_text('{"k": 3}')
     assert command("report", run) == 2
-    assert "eval/report.json: lacks per_position; remove eval/" in capsys.readouterr().err
+    assert "eval/report.json: lacks drafts; remove eval and make it again" in capsys.readouterr().err
     (run / "eval" / "report.json").write_text('{"k": ')
     assert command("report", run) == 2
     assert "eval/report.json: not valid JSON" in capsys.readouterr().err
     assert command("report", tmp_path / "nowhere") == 2
     assert "not a run directory" in capsys.readouterr().err
+
+
+def test_no_term_is_left_over(finished_run: Path) -> None:
+    """Of those that this run has no number for, each stands in a template."""
+    templates = "".join(path.read_text(encoding="utf-8") for path in TEMPLATE.glob("*.jinja"))
+    used = {number["term"] for number in page_of(finished_run).numbers} | page_of(finished_run).terms
+    assert [name for name in TERMS if name not in used and f"'{name}'" not in templates] == []
+
+
+def test_definitions_say_the_bounds_that_are_applied() -> None:
+    assert f"(against the walk: {WALK_TOLERANCE:g})" in TERMS["tolerance"].definition
+    assert f"more than {100 * POOR_FIT:g} %" in TERMS["poor_fit"].definition
 
 
 # ---- axes
