@@ -16,11 +16,13 @@ from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_si
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
 from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig, lora_of
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.shipped import ShippedAnswers
 from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.target import Target, open_target
 
-RATES_CPU = {"respond": 750.0, "capture": 2200.0, "train": 2800.0}
-"""Tokens/s of the built-in target on two CPU cores (docs/performance.md); other targets scale with their size."""
+RATES_CPU = {"respond": 500.0, "capture": 1400.0, "train": 3700.0}
+"""Tokens/s of the built-in target on two CPU cores (docs/performance.md); other targets scale with their size. What
+rows begin with alike is captured once, and counts here for every row."""
 REFERENCE_PARAMETERS = 135e6
 MEAN_PROMPT_TOKENS = 110
 UNKNOWN_SOURCE_PROMPTS = 100_000
@@ -58,7 +60,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     layers_disk, disk = (info.num_bytes(tokens, last) if writes_states(recipe) else 0 for last in (0, last_states))
     free = shutil.disk_usage(existing(cache_dir())).free
     run = Run(path=Path(recipe.run.dir) / str(recipe.run.name), recipe=recipe, stages=STAGES)
-    seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], answers, tokens)
+    written = (prompts - count_shipped(run)) * recipe.respond.max_new_tokens
+    seconds = {} if on_gpu else estimate_seconds(recipe, size["target"], written, tokens)
     return {
         "recipe": recipe.run.name,
         "run_dir": str(run.path),
@@ -141,6 +144,13 @@ def count_source(source: SourceConfig) -> tuple[int, bool]:
     return (count if source.limit is None else min(count, source.limit)), exact or source.limit is not None
 
 
+def count_shipped(run: Run) -> int:
+    """Training prompts at most whose answers come with them."""
+    sources = [one for one in run.recipe.prompts.sources if one.source == "builtin:self-written"]
+    asked = sum(count_source(source)[0] for source in sources)
+    return min(asked, len(ShippedAnswers.of(run).completions)) if asked else 0
+
+
 def count_lines(path: Path) -> int:
     with open(path, "rb") as file:
         return sum(1 for line in file if line.strip())
@@ -186,6 +196,7 @@ def joint_bytes(recipe: Recipe, target: Target, parameters: int) -> int:
 
 
 def estimate_seconds(recipe: Recipe, target_parameters: int, answers: int, tokens: int) -> dict[str, int]:
+    """Of the stages that take long, for so many tokens of answers to write and of rows."""
     scale = target_parameters / REFERENCE_PARAMETERS
     train = recipe.train.depth / 3 / RATES_CPU["train"]
     if lora_of(recipe.head) is not None:
