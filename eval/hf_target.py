@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.layer_kinds import NO_TREES, attention_masks, keeps_positions, layer_kinds, runs_trees
+from drafthead.eval.loop_gate import check_logits, own_logits
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.states import StateRecorder
 from drafthead.eval.tree_pass import TreeCaches, tree_attention_in
@@ -71,6 +72,7 @@ class HFTarget:
 
     Raises:
         InputError: A layer of the model keeps a state instead, which no rejected draft token can be taken out of.
+        GateError: When first started: see `check_logits`.
     """
 
     def __init__(self, model: Any, aux_layers: list[int], role: str = "target"):
@@ -85,15 +87,23 @@ class HFTarget:
         self.model = model
         self.recorder = StateRecorder(model, aux_layers)
         self.layers: list[PositionedLayer] = []
+        self.is_checked = False
 
     def start(self, prompts: list[list[int]], max_length: int) -> TargetPass:
         device = self.model.device
+        # before the prompts run: this pass leaves states of its own
+        longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
+        own_V = None if self.is_checked else own_logits(self.model, prompts[longest])
         self.reserve(max_length)
         width = max(len(ids) for ids in prompts)
         tokens_BQ = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=device)
         position_BQ = torch.arange(width, device=device).expand(len(prompts), -1)
         last_B = torch.tensor([len(ids) - 1 for ids in prompts], device=device)
-        return self._with_states(self.run(tokens_BQ, position_BQ, row_B=last_B))
+        logits_B1V = self.run(tokens_BQ, position_BQ, row_B=last_B)
+        if own_V is not None:
+            check_logits(self.model, logits_B1V[longest, 0], own_V)
+            self.is_checked = True
+        return self._with_states(logits_B1V)
 
     def step(self, tokens_BQ: Tensor, position_BQ: Tensor) -> TargetPass:
         return self._with_states(self.run(tokens_BQ, position_BQ))

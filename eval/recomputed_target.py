@@ -1,7 +1,7 @@
 """A target whose memory cannot be taken back, for the speculative loop: each pass runs the whole text again.
 
 For models with layers that keep a state instead of keys and values by position (Mamba, linear attention, chunks), which
-`HFTarget` cannot serve. Slower by about the length of a text over that of a round, and right for every causal model.
+`HFTarget` cannot serve. Slower by about the length of a text over that of a round.
 
 Shapes: B requests, T tokens of the texts so far, Q new tokens of a pass, L room, A captured layers, D hidden.
 """
@@ -13,26 +13,36 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.eval.hf_target import HFTarget
 from drafthead.eval.layer_kinds import NO_TREES, keeps_positions, layer_kinds
+from drafthead.eval.loop_gate import check_logits, own_logits
 from drafthead.eval.protocols import TargetPass
 from drafthead.eval.states import StateRecorder
 from torch import Tensor
 
 
 class RecomputedTarget:
-    """Implements `protocols.TreeTarget`, but for trees, which it refuses."""
+    """Implements `protocols.TreeTarget`, but for trees, which it refuses.
+
+    Raises:
+        GateError: When first started: see `check_logits`.
+    """
 
     def __init__(self, model: Any, aux_layers: list[int]):
         self.model = model
         self.recorder = StateRecorder(model, aux_layers)
+        self.is_checked = False
 
     def start(self, prompts: list[list[int]], max_length: int) -> TargetPass:
         device = self.model.device
+        own_V = None if self.is_checked else own_logits(self.model, prompts[0])
         self.tokens_BL = torch.zeros(len(prompts), max_length, dtype=torch.long, device=device)
         for row_L, ids in zip(self.tokens_BL, prompts, strict=True):
             row_L[: len(ids)] = torch.tensor(ids, device=device)
         width = max(len(ids) for ids in prompts)
         last_B1 = torch.tensor([[len(ids) - 1] for ids in prompts], device=device)
         logits_B1V = self._run(width, last_B1)
+        if own_V is not None:
+            check_logits(self.model, logits_B1V[0, 0], own_V)
+            self.is_checked = True
         return TargetPass(logits_BQV=logits_B1V, aux_BQAD=self.recorder.aux(), last_BQD=self.recorder.last())
 
     def step(self, tokens_BQ: Tensor, position_BQ: Tensor) -> TargetPass:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafthead.data.errors import InputError
+from drafthead.data.errors import GateError, InputError
 from drafthead.eval.decode import DecodeOptions, decode
 from drafthead.eval.hf_target import HFTarget
 from drafthead.eval.layer_kinds import attention_masks, keeps_positions
@@ -144,3 +144,12 @@ def test_a_tree_beyond_the_window_is_refused() -> None:
     visible = torch.ones(1, 2, 2, dtype=torch.bool).tril()
     with pytest.raises(InputError, match=r"leave eval\.tree out"):
         target.step_tree(torch.tensor([[1, 2]]), torch.tensor([5]), visible)
+
+
+@pytest.mark.parametrize("kind", ["granite", "cohere"])
+def test_logits_that_the_loop_does_not_know_are_a_gate(kind: str) -> None:
+    """Both loops would be wrong alike, and their texts equal."""
+    changes = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.1, "layer_norm_eps": 1e-5}}
+    target = loop_target(make_model(kind, changes[kind]), [1])
+    with pytest.raises(GateError, match=f"LoopGate: target {kind}: .*differ by"):
+        target.start(PROMPTS, 32)
