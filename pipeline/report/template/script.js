@@ -3,13 +3,13 @@
 // number can be reached with Tab, the others from there with the arrow keys.
 (() => {
   const panel = document.getElementById("panel");
-  const fields = Object.fromEntries(["name", "text", "value"].map((key) => [key, panel.querySelector(`.${key}`)]));
+  const fields = Object.fromEntries(["label", "text", "value"].map((key) => [key, panel.querySelector(`.${key}`)]));
   const groups = document.querySelectorAll("table, dl, figcaption, p");
 
   function show(element) {
     const { term, value, path, operation } = element.dataset;
     const entry = document.getElementById(`term-${term}`);
-    fields.name.textContent = entry.querySelector("dt").textContent;
+    fields.label.replaceChildren(...entry.querySelector("dt").cloneNode(true).childNodes);
     fields.text.textContent = entry.querySelector("dd").textContent;
     const from = path === undefined ? "" : path.split(" ").map(decodeURIComponent).join(operation === "sum" ? " + " : " − ");
     fields.value.textContent = path === undefined ? "" : `${value} = ${from}`;
