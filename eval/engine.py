@@ -47,6 +47,9 @@ class EngineConfig:
     seed: int = 0
     """Of the engine as a whole: the CPU build fails on per-request seeds."""
     speculative_config: dict[str, Any] | None = None
+    lockstep: bool = False
+    """After each result the engine waits until the caller has seen it and asked for what follows. The batches of its
+    steps, which decide the last bits of the logits, are then the same each time that the same is asked for."""
     kv_transfer_config: dict[str, Any] | None = None
     """A connector that hands out what the engine computes (`pipeline/vllm_connector.py`)."""
 
@@ -144,6 +147,8 @@ class Engine:
         self.config = config
         self.log_path = log_path
         self.outstanding = 0
+        self.waits = config.lockstep
+        """Whether the child waits to be told to go on."""
 
     def __enter__(self) -> "Engine":
         if not is_available():
@@ -182,9 +187,12 @@ class Engine:
     def results(self) -> Iterator[Result]:
         """Yield finished requests until none is outstanding; more may be submitted meanwhile."""
         while self.outstanding:
-            result = Result(**self._read()["result"])
+            if self.waits:
+                self._write({"go": True})
+            message = self._read()
+            self.waits = self.config.lockstep and message["is_last"]
             self.outstanding -= 1
-            yield result
+            yield Result(**message["result"])
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Result]:
         """All requests at once, in the order in which they finish."""
@@ -338,7 +346,13 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
     threading.Thread(target=_read_stdin, args=(inbox,), daemon=True).start()
     send({"ready": True})
     unwritten: list[Result] = []
+    waits = config.lockstep
     while True:
+        while waits:
+            message = inbox.get()
+            waits = "go" not in message
+            if waits:
+                handle(message)
         if not engine.has_unfinished_requests() and not unwritten:
             handle(inbox.get())
         while not inbox.empty():
@@ -361,9 +375,10 @@ def serve_requests(config: EngineConfig, emit: IO[str]) -> None:
                 finished.append(result)
         # a connector writes in the step after the one in which a request ends
         unwritten = [one for one in finished if one.states_path and not os.path.exists(one.states_path)]
-        for result in finished:
-            if result not in unwritten:
-                send({"result": asdict(result)})
+        told = [one for one in finished if one not in unwritten]
+        for number, result in enumerate(told, start=1):
+            send({"result": asdict(result), "is_last": number == len(told)})
+        waits = config.lockstep and bool(told)
 
 
 def main() -> None:

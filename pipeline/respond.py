@@ -2,9 +2,10 @@
 
     drafthead respond runs/eagle3
 
-Notable: a conversation's next turn is asked as soon as the one before is answered, so all turns share one engine; every
-answer is appended to a file at once, so that a killed stage goes on where it stopped. Answers that come with the
-built-in prompts (`shipped.py`) are not written again.
+Notable: a conversation's next turn is asked as soon as the one before is answered, so all turns share one engine. What
+is written beside an answer decides the last bits of its logits, and so now and then a token: conversations are answered
+in blocks, in lockstep, and a killed stage goes on behind its last whole block. At temperature 0 it ends with what it
+would have written anyway. Answers that come with the built-in prompts (`shipped.py`) are not written again.
 """
 
 import datetime
@@ -27,6 +28,8 @@ from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.shipped import ShippedAnswers
 
 SPLITS = ("train", "heldout")
+BLOCK_BATCHES = 4
+"""Conversations of a block, in units of `respond.max_num_seqs`: at the end of a block the engine is less than full."""
 RENDERED = "rendered.json"
 """When the prompts were rendered, for templates that ask for the date."""
 
@@ -46,10 +49,14 @@ def respond(run: Run) -> dict[str, Any]:
     dialogues = [Dialogue(one, split, template) for split in SPLITS for one in read_prompts(run, split)]
     by_id = {(one.split, one.conversation.id): one for one in dialogues}
     whole = folder / "answers.jsonl"
-    for row in read_partial_jsonl(whole if whole.exists() else part):
-        by_id[row["split"], row["id"]].answers.append(row)
     shipped = ShippedAnswers.of(run)
     came_along = sum(one.take_shipped(shipped) for one in dialogues)
+    blocks = blocks_of(dialogues, BLOCK_BATCHES * settings.max_num_seqs)
+    for row in read_partial_jsonl(whole if whole.exists() else part):
+        by_id[row["split"], row["id"]].take_written(row)
+    left = [block for block in blocks if any(isinstance(one.next_question(settings), list) for one in block)]
+    for one in (one for block in left for one in block):
+        one.forget_written()
     total = sum(one.num_turns for one in dialogues)
     done = sum(len(one.answers) for one in dialogues)
     if came_along:
@@ -58,12 +65,13 @@ def respond(run: Run) -> dict[str, Any]:
             f"these settings (respond.shipped_answers=false writes them again)",
             file=sys.stderr,
         )
-    skipped: Counter[str] = Counter()
-    if done < total:
+    if left:
+        write_jsonl(part, (row for one in dialogues for row in one.answers[one.num_shipped :]))
         with progress(total, "respond", "answer", done) as bar, append_jsonl(part) as append:
-            for row in _generate(run, dialogues, skipped):
+            for row in _generate(run, left):
                 append(row)
                 bar.update()
+    skipped = Counter(reason for one in dialogues if isinstance(reason := one.next_question(settings), str))
     answers = [row for one in dialogues for row in one.answers]
     if not answers:
         raise InputError(f"respond: no prompt could be answered ({_reasons(skipped)})")
@@ -106,6 +114,7 @@ def open_engine(run: Run, seed: int) -> Engine | TransformersEngine:
             max_num_seqs=settings.max_num_seqs,
             kv_cache_gib=settings.kv_cache_gib,
             seed=seed,
+            lockstep=True,
         )
         return Engine(config, run.path / "logs" / "respond.log")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,6 +134,8 @@ class Dialogue:
         self.split = split
         self.template = template
         self.answers: list[dict[str, Any]] = []
+        self.num_shipped = 0
+        """Answers that came along; those behind them the engine has written."""
         self.turns = turn_contexts(conversation.messages)
 
     @property
@@ -142,9 +153,26 @@ class Dialogue:
             messages += [*given, {"role": "assistant", "content": self._text(answer["completion_ids"])}]
         return self.template.render_prompt([*messages, *self.turns[len(self.answers)]], self.conversation.tools)
 
+    def next_question(self, settings: RespondConfig) -> list[int] | str | None:
+        """What the engine is asked next, or why it cannot be; None once every turn is answered."""
+        if len(self.answers) == self.num_turns:
+            return None
+        try:
+            context = self.next_context()
+        except TurnError as error:
+            return str(error)
+        return context if len(context) + 2 <= settings.max_model_len else "prompt longer than respond.max_model_len"
+
+    def take_written(self, row: dict[str, Any]) -> None:
+        """Take the line of an earlier try, if it is the next turn's."""
+        if row["turn"] == len(self.answers):
+            self.answers.append(row)
+
+    def forget_written(self) -> None:
+        del self.answers[self.num_shipped :]
+
     def take_shipped(self, shipped: ShippedAnswers) -> int:
         """Answer open turns from what is known already, as far as it goes; returns how many were answered."""
-        before = len(self.answers)
         while shipped.completions and len(self.answers) < self.num_turns:
             try:
                 context = self.next_context()
@@ -154,7 +182,8 @@ class Dialogue:
             if ids is None:
                 break
             self.answers.append(self.line(context, ids))
-        return len(self.answers) - before
+        self.num_shipped = len(self.answers)
+        return self.num_shipped
 
     def line(self, context_ids: list[int], completion_ids: list[int]) -> dict[str, Any]:
         """The line of answers.jsonl for the next turn; whether it was cut its ids say, whatever a server calls it."""
@@ -195,22 +224,20 @@ def turn_contexts(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return turns
 
 
-def _generate(run: Run, dialogues: list[Dialogue], skipped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Ask for all open turns; yield each answer's line and ask for the turn after it."""
+def blocks_of(dialogues: list[Dialogue], size: int) -> list[list[Dialogue]]:
+    """Dialogues with unanswered turns, so many at a time."""
+    unanswered = [one for one in dialogues if len(one.answers) < one.num_turns]
+    return [unanswered[first : first + size] for first in range(0, len(unanswered), size)]
+
+
+def _generate(run: Run, blocks: list[list[Dialogue]]) -> Iterator[dict[str, Any]]:
+    """Ask for all open turns, block by block; yield each answer's line and ask for the turn after it."""
     settings = run.recipe.respond
     waiting: dict[str, tuple[Dialogue, list[int]]] = {}
 
     def ask(engine: Engine | TransformersEngine, number: int, dialogue: Dialogue) -> None:
-        if len(dialogue.answers) == dialogue.num_turns:
-            return
-        try:
-            context = dialogue.next_context()
-        except TurnError as error:
-            skipped[str(error)] += 1
-            return
-        room = settings.max_model_len - len(context)
-        if room < 2:
-            skipped["prompt longer than respond.max_model_len"] += 1
+        context = dialogue.next_question(settings)
+        if not isinstance(context, list):
             return
         key = f"{number}-{len(dialogue.answers)}"
         waiting[key] = (dialogue, context)
@@ -218,20 +245,21 @@ def _generate(run: Run, dialogues: list[Dialogue], skipped: Counter[str]) -> Ite
             Request(
                 key=key,
                 prompt_ids=context,
-                max_new_tokens=min(settings.max_new_tokens, room),
+                max_new_tokens=min(settings.max_new_tokens, settings.max_model_len - len(context)),
                 temperature=settings.temperature,
             )
         )
 
     with open_engine(run, seed=run.recipe.run.seed) as engine:
-        for number, dialogue in enumerate(dialogues):
-            ask(engine, number, dialogue)
-        for result in engine.results():
-            dialogue, context = waiting.pop(result.key)
-            row = dialogue.line(context, result.token_ids)
-            dialogue.answers.append(row)
-            yield row
-            ask(engine, int(result.key.split("-")[0]), dialogue)
+        for block in blocks:
+            for number, dialogue in enumerate(block):
+                ask(engine, number, dialogue)
+            for result in engine.results():
+                dialogue, context = waiting.pop(result.key)
+                row = dialogue.line(context, result.token_ids)
+                dialogue.answers.append(row)
+                yield row
+                ask(engine, int(result.key.split("-")[0]), dialogue)
 
 
 def _reasons(counts: Counter[str]) -> str:

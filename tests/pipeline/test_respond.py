@@ -174,8 +174,11 @@ def test_the_engines_ids_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert report["finish_reasons"] == {"stop": len(TURNS)}
 
 
-@pytest.mark.parametrize("lives", [1, 4, 7])
-def test_a_killed_stage_asks_only_for_the_rest(lives: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lives", "again"), [(1, 1), (6, 6), (7, 0)])
+def test_a_killed_stage_goes_on_behind_its_last_whole_block(
+    lives: int, again: int, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared(make_run, tmp_path, "respond.max_num_seqs=1")  # blocks of four: 7 turns, then that of `held`
     engine = ScriptedEngine(lives)
     folder = use(monkeypatch, run, engine)
     with pytest.raises(KeyboardInterrupt):
@@ -186,7 +189,7 @@ def test_a_killed_stage_asks_only_for_the_rest(lives: int, run: Run, monkeypatch
         file.write('{"id": "two", "split": "train", "turn": 1, "completion_ids": [1, é'.encode()[:-1])
     engine.lives = 1000
     respond(run)
-    assert len(engine.asked) == len(TURNS)
+    assert len(engine.asked) == again + len(TURNS)
     assert len({tuple(ids) for ids in engine.asked}) == len(TURNS)
     assert not part.exists()
     resumed = (folder / "answers.jsonl").read_text()
