@@ -1,7 +1,8 @@
 """One command of the command line in a forked process; run by the fixture `drafthead` with `CALL` as a global.
 
 Beside argv, cwd, env, stdout and stderr a call may set `file_limit` (largest file in bytes; to a writer a full disk
-looks the same) and `no_powers` (root loses the right to write where the file's mode forbids it).
+looks the same), `no_powers` (root loses the right to write where the file's mode forbids it) and `own_group` (a process
+group of its own, to be killed as a whole).
 """
 
 import ctypes
@@ -23,6 +24,8 @@ def prepare(call: dict[str, Any]) -> None:
         descriptor = os.open(call[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, number)
     sys.argv = call["argv"]
+    if call.get("own_group"):
+        os.setpgid(0, 0)
     if "file_limit" in call:
         resource.setrlimit(resource.RLIMIT_FSIZE, (call["file_limit"],) * 2)
     if call.get("no_powers"):
