@@ -27,7 +27,6 @@ sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != ROOT /
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from drafthead.data.batches import Pack, plan_epoch  # noqa: E402
-from drafthead.data.draft_vocab import DraftVocab  # noqa: E402
 from drafthead.data.errors import InputError  # noqa: E402
 from drafthead.pipeline.heads.build import build_head  # noqa: E402
 from drafthead.pipeline.launch import make_accelerator  # noqa: E402
@@ -39,7 +38,11 @@ from drafthead.pipeline.train import resolve_precision  # noqa: E402
 from drafthead.pipeline.train_inputs import Inputs, loader_of  # noqa: E402
 from drafthead.pipeline.train_log import Tally  # noqa: E402
 from drafthead.pipeline.train_step import micro_batch_threads, take_step  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+
+sys.path.append(str(ROOT / "bench"))
+from side_by_side.packs import write_packs  # noqa: E402
+
+sys.path.remove(str(ROOT / "bench"))
 
 PEER = ROOT / "bench" / "side_by_side" / "speculators_step.py"
 BAR = 2.7
@@ -166,19 +169,7 @@ class Peer:
     def __init__(self, python: str, run: Run, packs: list[Pack]):
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
-        vocab = DraftVocab.load(run.input("draft-vocab") / "draft_vocab.safetensors")
-        save_file({"t2d": vocab.t2d, "d2t": vocab.d2t}, folder / "vocab.safetensors")
-        for number, pack in enumerate(packs):
-            save_file(peer_batch(pack), folder / f"{number}.safetensors")
-        settings = {
-            "target": str(run.target.path),
-            "layer_ids": run.target.resolve_aux_layers(run.recipe.capture.aux_layers),
-            "draft_vocab_size": int(vocab.t2d.sum()),
-            "ttt_steps": run.recipe.train.depth,
-            "precision": resolve_precision(run.recipe),
-            "threads": torch.get_num_threads(),
-        }
-        (folder / "settings.json").write_text(json.dumps(settings))
+        write_packs(folder, run, packs)
         self.stderr = folder / "stderr.txt"
         with open(self.stderr, "w") as stderr:
             self.process = subprocess.Popen(
@@ -219,18 +210,6 @@ class Peer:
                 return line.split()[1]
         last = [line for line in self.stderr.read_text().splitlines() if line.strip()]
         raise PeerError(last[-1] if last else "it said nothing")
-
-
-def peer_batch(pack: Pack) -> dict[str, torch.Tensor]:
-    """A pack as plain tensors: ids [T], aux [T, A * D], last [T, D], mask [T], positions [T], lengths [documents]."""
-    return {
-        "input_ids": pack.tokens_T,
-        "hidden_states": pack.aux_TAD.flatten(1).contiguous(),
-        "verifier_last_hidden_states": pack.last_TD.contiguous(),
-        "loss_mask": pack.supervised_T,
-        "position_ids": pack.position_T,
-        "lengths": torch.tensor([length for _, length in pack.documents]),
-    }
 
 
 def measure(contenders: dict[str, Step], steps: list[list[int]]) -> dict[str, list[float]]:

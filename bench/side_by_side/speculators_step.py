@@ -1,8 +1,9 @@
 """speculators' EAGLE-3 training step; run by bench/train.py with the interpreter of speculators' own environment.
 
-Reads numbers of packs, answers `bench SECONDS`. As its trainer does by default: KL loss, Muon for matrices and AdamW
-for the rest, clipping at 1.0, autocast. Where its default needs a GPU, what runs on a CPU: the eager loss and torch's
-SDPA.
+Reads numbers of packs, answers `bench SECONDS`. As its trainer does by default (0.9.0: train/config/schema.py): a layer
+with norms before the residual and the fusion and on the output, KL loss, Muon for matrices and AdamW for the rest,
+clipping at 1.0, autocast, a linear schedule. Where its default needs a GPU, what runs on a CPU: the eager loss and
+torch's SDPA.
 """
 
 import json
@@ -15,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
+from speculators.train.cli import create_transformer_layer_config
 from speculators.train.optimizers import build_optimizers
-from transformers import AutoConfig
+from transformers import get_linear_schedule_with_warmup
 
 OPTIMIZER = Namespace(
     optimizer="muon",
@@ -28,22 +30,66 @@ OPTIMIZER = Namespace(
     muon_ns_steps=5,
     muon_adjust_lr_fn="match_rms_adamw",
 )
+MODEL = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "draft_attn_impl": "sdpa"}
+LAYER = {
+    "num_layers": 1,
+    "draft_arch": "llama",
+    "hidden_act": "silu",
+    "sliding_window": 2048,
+    "full_attention_indices": [],
+}
+WARM_UP = 100
+"""One step of so many."""
+
+
+class Trainer:
+    """A new model and what takes its steps."""
+
+    def __init__(self, folder: Path, settings: dict, total_steps: int | None = None):
+        """`total_steps`: length of the schedule; without one the rates stay as they are."""
+        self.model = build(folder, settings)
+        self.model.train()
+        self.ttt_steps = settings["ttt_steps"]
+        self.dtype = torch.bfloat16 if settings["precision"] == "bf16" else torch.float32
+        self.optimizers = build_optimizers(self.model, OPTIMIZER)
+        self.schedulers = []
+        if total_steps is not None:
+            self.schedulers = [
+                get_linear_schedule_with_warmup(one, total_steps // WARM_UP, total_steps) for one in self.optimizers
+            ]
+        self.loss_config = resolve_loss_config("kl_div", "eager")
+
+    def step(self, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """Returns the loss and the seconds that the step took."""
+        if self.dtype == torch.float32:
+            batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            _, loss, _ = self.model(
+                **batch, ttt_steps=self.ttt_steps, ttt_step_loss_decay=1.0, loss_config=self.loss_config
+            )
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for one in (*self.optimizers, *self.schedulers):
+            one.step()
+        seconds = time.perf_counter() - start
+        assert torch.isfinite(loss)
+        return loss.item(), seconds
 
 
 def build(folder: Path, settings: dict) -> Eagle3DraftModel:
-    config = AutoConfig.from_pretrained(settings["target"])
-    config.num_hidden_layers = 1
     vocab = load_file(folder / "vocab.safetensors")
     return Eagle3DraftModel.from_training_args(
-        verifier_config=config,
+        verifier_config=create_transformer_layer_config(settings["target"], **LAYER),
         t2d=vocab["t2d"],
         d2t=vocab["d2t"],
         draft_vocab_size=settings["draft_vocab_size"],
-        norm_before_residual=False,
         ttt_steps=settings["ttt_steps"],
         verifier_name_or_path=settings["target"],
         target_layer_ids=settings["layer_ids"],
-        draft_attn_impl="sdpa",
+        **MODEL,
     )
 
 
@@ -67,29 +113,11 @@ def main() -> None:
     settings = json.loads((folder / "settings.json").read_text())
     torch.set_num_threads(settings["threads"])
     torch.manual_seed(0)
-    model = build(folder, settings)
-    model.train()
-    optimizers = build_optimizers(model, OPTIMIZER)
-    loss_config = resolve_loss_config("kl_div", "eager")
-    dtype = torch.bfloat16 if settings["precision"] == "bf16" else torch.float32
+    trainer = Trainer(folder, settings)
     print("bench ready", flush=True)
     for line in sys.stdin:
-        batch = batch_of(folder / f"{int(line)}.safetensors")
-        if dtype == torch.float32:
-            batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
-        start = time.perf_counter()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            _, loss, _ = model(
-                **batch, ttt_steps=settings["ttt_steps"], ttt_step_loss_decay=1.0, loss_config=loss_config
-            )
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.isfinite(loss)
-        print(f"bench {time.perf_counter() - start}", flush=True)
+        _, seconds = trainer.step(batch_of(folder / f"{int(line)}.safetensors"))
+        print(f"bench {seconds}", flush=True)
 
 
 if __name__ == "__main__":
