@@ -9,6 +9,8 @@ import logging
 import netrc
 import os
 import secrets
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,7 @@ from drafthead.pipeline.export.folder import is_linked
 if TYPE_CHECKING:
     import wandb
 
+INIT_TIMEOUT_S = 30
 Mode = Literal["online", "offline", "disabled"]
 MODES = ("online", "offline", "disabled")
 log = logging.getLogger(__name__)
@@ -122,12 +125,18 @@ class Tracker:
                 config=dict(self.config),
                 dir=self.directory,
                 mode=mode,
-                # offline files of the same id are joined when they are uploaded
-                resume="allow" if mode == "online" else None,
-                settings=wandb.Settings(console="off", silent=True, disable_code=True),
+                # offline too: or each file that `wandb sync` uploads overwrites the curves of the one before
+                resume="allow",
+                settings=wandb.Settings(console="off", silent=True, disable_code=True, init_timeout=INIT_TIMEOUT_S),
             )
         except wandb.Error as error:
-            raise InputError(f"W&B did not start ({error}); set WANDB_MODE=offline to go on") from None
+            if mode == "offline":
+                raise InputError(f"W&B did not start ({error}); set WANDB_MODE=disabled to go on") from None
+            # no run fails for want of an account, a key or a network
+            print(f"WARNING: W&B did not start ({_one_line(error)}); its files are kept here instead", file=sys.stderr)
+            wandb.teardown()
+            self.mode = "offline"
+            return self._start("offline")
         # our own axis: W&B's counter refuses the steps between a checkpoint and the kill
         run.define_metric("*", step_metric="step")
         log.info("W&B: %s, files in %s", mode, self.directory / "wandb")
@@ -140,3 +149,15 @@ def run_id(directory: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="utf-8").strip()
+
+
+def sync_command(directory: Path) -> str | None:
+    """The command that uploads what W&B wrote offline for a run directory; None if there is nothing left to upload."""
+    folder = directory / "wandb"
+    written = folder.glob("offline-run-*/*.wandb")
+    waiting = [path for path in written if not path.with_name(f"{path.name}.synced").exists()]
+    return shlex.join(["wandb", "sync", str(folder)]) if waiting else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

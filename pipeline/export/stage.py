@@ -8,13 +8,16 @@ from typing import Any
 
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.errors import GateError
-from drafthead.data.files import read_json, sha256_of, write_json, write_text
+from drafthead.data.files import read_json, write_json, write_text
 from drafthead.pipeline.export.card import model_card
-from drafthead.pipeline.export.folder import TrainedHead, serve_command
+from drafthead.pipeline.export.card_facts import card_facts
+from drafthead.pipeline.export.folder import TrainedHead
 from drafthead.pipeline.export.layouts import LAYOUTS
 from drafthead.pipeline.export.preflight import preflight
-from drafthead.pipeline.run_dir import MANIFEST, Run, provenance
+from drafthead.pipeline.run_dir import MANIFEST, Run
 from safetensors.torch import load_file
+
+CARD = "README.md"
 
 
 def export(run: Run) -> dict[str, Any]:
@@ -40,40 +43,30 @@ def export(run: Run) -> dict[str, Any]:
     if not report.ok:
         first = report.failures[0]
         raise GateError(first["gate"], first["field"], first["message"])
-    write_card(run, served=None)
+    write_card(run)
     run.record["export_path"] = str(folder.resolve())
     run.save()
     return {"export_path": str(folder.resolve()), "serve_command": report.serve_command}
 
 
-def write_card(run: Run, served: dict[str, Any] | None) -> None:
-    """Write README.md of the export, again when the served check has numbers for it."""
-    folder = run.folder("export")
-    encoded, vocab = run.report("encode")["train"], run.report("draft-vocab")
-    results = {
-        "name": run.recipe.run.name,
-        "head": run.recipe.head.type,
-        "target": run.recipe.target,
-        "fingerprint": run.served_target.fingerprint,
-        "eval": run.report("eval"),
-        "target_quality": run.report("train").get("target_quality"),
-        "temperature": run.recipe.eval.temperature,
-        "serve_check": served,
-        "data": {
-            "training rows": encoded["kept"],
-            "training tokens": encoded["tokens"],
-            "supervised tokens": encoded["supervised_tokens"],
-            "tokens trained on, epochs included": run.report("train")["tokens"],
-            "draft vocabulary": f"{vocab['size']} of {vocab['target_vocab']}",
-            "its coverage of held-out answers": vocab["coverage_heldout"],
-        },
-        "versions": {**provenance()["versions"], "commit": provenance()["commit"]},
-        "trained_length": read_json(run.input("train") / "head.json")["trained_length"],
-        "serve_command": serve_command(run.served_target.path, folder),
-    }
-    write_text(folder / "README.md", model_card(results))
+def write_card(run: Run) -> bool:
+    """Write README.md of the export from what the run knows by now; returns whether it said something else before.
+
+    What is measured after the export belongs on the card too, so the card changes when the folder is long finished, and
+    the manifest, by which a changed file would be refused, does not hold it.
+    """
+    folder, text = run.folder("export"), model_card(card_facts(run))
+    path = folder / CARD
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
     if (folder / MANIFEST).is_file():
         manifest = read_json(folder / MANIFEST)
-        manifest["files"]["README.md"] = (folder / "README.md").stat().st_size
-        manifest["sha256"]["README.md"] = sha256_of(folder / "README.md")
-        write_json(folder / MANIFEST, manifest)
+        if CARD in manifest["files"]:
+            manifest = {**manifest, **{part: _without(manifest[part], CARD) for part in ("files", "sha256")}}
+            write_json(folder / MANIFEST, manifest)
+    write_text(path, text)
+    return True
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}

@@ -13,7 +13,6 @@ from drafthead.data.errors import InputError
 from drafthead.eval.acceptance import from_counters
 from drafthead.eval.vllm_metrics import Count, DraftCounts
 from drafthead.pipeline.expected_rates import read_expected
-from drafthead.pipeline.export.card import model_card
 from drafthead.pipeline.metrics import Source, measure, open_source, watch
 
 from tests.conftest import CommandLine
@@ -150,29 +149,6 @@ def test_reports_that_are_none_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "serve-check" / "report.json").write_text(text)
     with pytest.raises(InputError, match=str(tmp_path)):
         read_expected(tmp_path, 3)
-
-
-def test_an_export_alone_has_its_card(tmp_path: Path) -> None:
-    evaluated = {**from_counters(1234, [617, 300, 123]), "mean_of_requests_acceptance_length": 1.8}
-    served = {"ok": True, "predicted": from_counters(9, [8, 7, 6]), "served": from_counters(9, [8, 7, 6])}
-    card = model_card(
-        {
-            "name": "x",
-            "head": "eagle3",
-            "target": "t",
-            "fingerprint": "f",
-            "eval": evaluated,
-            "serve_check": served,
-            "temperature": 0.0,
-            "data": {"training rows": 5},
-            "versions": {},
-            "trained_length": 9,
-            "serve_command": "vllm serve t",
-        }
-    )
-    (tmp_path / "README.md").write_text(card)
-    expected = read_expected(tmp_path, 3)
-    assert (expected.drafts, expected.per_position) == (1234, [0.5, 0.243, 0.1])
 
 
 # ---- watching --------------------------------------------------------------------------------------------

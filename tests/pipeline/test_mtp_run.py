@@ -8,6 +8,7 @@ import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.export.preflight import preflight
+from drafthead.pipeline.export.push import Upload
 from drafthead.pipeline.heads.build import check_target, load_head
 from drafthead.pipeline.recipe import load_recipe
 from drafthead.pipeline.run_dir import Run, create_run, open_run
@@ -48,6 +49,12 @@ def test_a_run_ends_in_a_folder_that_is_served_as_a_whole(tiny_run: Run, cache: 
         "num_speculative_tokens": 3,
     }
     assert run.report("eval")["identical_to_plain"] == "2/2"
+    upload = Upload(run, "me/head", None)
+    sizes = {one["path"]: one["bytes"] for one in upload.describe()["files"]}
+    weights = run.target.path / "model.safetensors"
+    assert sizes["model.safetensors"] == weights.stat().st_size, "the file, not the link"
+    assert {path.name for path in export.iterdir()} - sizes.keys() == {"manifest.json"}
+    assert upload.facts["serve_command"].startswith("vllm serve me/head --speculative-config")
     assert not open_run(run.path, STAGES, []).run_stage("export"), "finished"
 
 

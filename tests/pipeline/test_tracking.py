@@ -1,18 +1,19 @@
 """Tracking with the real wandb, offline: what was logged must lie in its files."""
 
 import json
-import struct
+import os
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from drafthead.data.errors import InputError
-from drafthead.pipeline.tracking import Tracker, is_logged_in, run_id, tracking_mode
+from drafthead.pipeline.tracking import Tracker, is_logged_in, run_id, sync_command, tracking_mode
 
-BLOCK = 32768
-HEADER = struct.Struct("<IHB")
+from tests.pipeline.fake_wandb import running_wandb
+from tests.pipeline.wandb_files import artifacts, history, records, wandb_files
 
 
 @pytest.fixture(autouse=True)
@@ -20,40 +21,6 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def records(path: Path) -> list[Any]:
-    """Read a .wandb file: 7 bytes of header, then LevelDB log blocks of protobuf records."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    found, parts, offset = [], b"", 7
-    while offset + HEADER.size <= len(data):
-        if BLOCK - offset % BLOCK < HEADER.size:
-            offset += BLOCK - offset % BLOCK
-            continue
-        _, length, kind = HEADER.unpack_from(data, offset)
-        parts += data[offset + HEADER.size : offset + HEADER.size + length]
-        offset += HEADER.size + length
-        if kind in (1, 4):  # full, last
-            record = Record()
-            record.ParseFromString(parts)
-            found.append(record)
-            parts = b""
-    return found
-
-
-def history(path: Path) -> list[dict[str, Any]]:
-    return [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records(path)
-        if record.HasField("history")
-    ]
-
-
-def wandb_files(directory: Path) -> list[Path]:
-    return sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
 
 
 @pytest.mark.parametrize("mode", ["dryrun", "on", "off"])
@@ -135,14 +102,53 @@ def test_what_was_logged_is_in_the_files(tmp_path: Path, capfd: pytest.CaptureFi
     assert [(row["step"], row["loss"]) for row in history(second)] == [(20, 1.5)]
     runs = [record.run for path in (first, second) for record in records(path) if record.HasField("run")]
     assert {found.run_id for found in runs} == {run_id(run)}
+    assert all(found.resume for found in runs)
     assert {(found.project, found.display_name) for found in runs} == {("heads", "eagle3")}
     config = {item.key: item.value_json for found in runs for item in found.config.update}
     assert json.loads(config["train"]) == {"depth": 3}
-    artifacts = [record.request.log_artifact.artifact for record in records(first)]
-    artifacts += [record.artifact for record in records(first)]
-    (head,) = [found for found in artifacts if found.type == "model"]
+    (head,) = [found for found in artifacts(first) if found.type == "model"]
     assert (head.name, json.loads(head.metadata)) == ("head", {"k": 3})
     assert [item.path for item in head.manifest.contents] == ["config.json"]
+    assert sync_command(run) == f"wandb sync {run}/wandb"
+    for path in (first, second):
+        path.with_name(f"{path.name}.synced").touch()
+    assert sync_command(run) is None
     tables = list(first.parent.glob("files/media/table/acceptance*.table.json"))
     assert json.loads(tables[0].read_text())["data"] == [[1, 0.5], [2, 0.25]]
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_files_that_are_uploaded_later_follow_one_another(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step, values in enumerate(([2.5, 1.25], [0.5])):
+        time.sleep(1.1 * step)  # W&B names folders by the second
+        with Tracker("heads", "eagle3", {}, run) as tracker:
+            for value in values:
+                tracker.log({"loss": value}, step)
+    command = sync_command(run)
+    assert command is not None
+    program, *arguments = shlex.split(command)
+    with running_wandb() as server:
+        environment = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        full = [Path(sys.executable).with_name(program), *arguments]
+        subprocess.run(full, check=True, env=environment, cwd=tmp_path, capture_output=True)
+    assert [server.history[line]["loss"] for line in sorted(server.history)] == [2.5, 1.25, 0.5]
+    assert sync_command(run) is None
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_leaves_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("drafthead.pipeline.tracking.INIT_TIMEOUT_S", 2)
+    run = tmp_path / "run"
+    with Tracker("heads", "eagle3", {}, run) as tracker:
+        assert tracker.mode == "online"
+        tracker.log({"loss": 2.5}, 10)
+        assert tracker.mode == "offline"
+    assert [row["loss"] for path in wandb_files(run) for row in history(path)] == [2.5]
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert warning.startswith("WARNING: W&B did not start (")
