@@ -27,7 +27,7 @@ STAGE_HELP = {
     "capture": "store the target's hidden states",
     "train": "train the head",
     "eval": "run the speculative loop over held-out or given prompts",
-    "export": "write what vLLM loads (or: export preflight DIR --target DIR)",
+    "export": "write what vLLM loads (or: export preflight DIR --target DIR, export push RUN_DIR --repo OWNER/NAME)",
     "serve-check": "serve with real vLLM and compare with the prediction",
 }
 
@@ -96,8 +96,8 @@ def quiet_libraries() -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    if argv[:2] == ["export", "preflight"]:  # `export` takes a run, `export preflight` a folder
-        argv = ["export-preflight", *argv[2:]]
+    if argv[:2] in (["export", "preflight"], ["export", "push"]):  # `export` itself takes a run
+        argv = ["-".join(argv[:2]), *argv[2:]]
     if argv[:1] == ["plan"]:  # argparse takes -0.1,0.5 for an option; it is a value that we refuse ourselves
         argv = re.sub(r"\0(?=-[\d.])", "=", "\0".join(argv)).split("\0")
     if argv[:1] == ["run"]:  # argparse takes no overrides after an option
@@ -141,6 +141,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     preflight = _add(commands, "export-preflight", "check an export as `drafthead export preflight`", run_preflight)
     preflight.add_argument("export", type=Path, metavar="DIR")
     preflight.add_argument("--target", required=True)
+
+    push = _add(commands, "export-push", "upload an export to Hugging Face as `drafthead export push`", run_push)
+    push.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    push.add_argument("--repo", required=True, metavar="OWNER/NAME")
+    push.add_argument("--private", action="store_const", const=True, help="make a new repository private")
+    push.add_argument("--dry-run", action="store_true", help="files, sizes and metadata; sends nothing")
     _add_cost(commands)
 
     inspect = _add(commands, "inspect", "show which tokens of conversations are supervised", run_inspect)
@@ -160,6 +166,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("--target", help="also hold the states against this target")
 
     _add_metrics(commands)
+    _add_workspace(commands)
     _add_vocab_check(commands)
     _add(commands, "doctor", "examine this machine and the installation", run_doctor)
     return parser.parse_args(argv)
@@ -228,6 +235,14 @@ def _add_metrics(commands: Any) -> None:
     looks = "rates since the last look (every 5 s), until Ctrl-C"
     held.add_argument("--watch", type=_seconds, nargs="?", const=5.0, metavar="SECONDS", help=looks)
     metrics.add_argument("--tolerance", type=_share, default=0.05, help="smaller differences are no drift (0.05)")
+
+
+def _add_workspace(commands: Any) -> None:
+    workspace = _add(commands, "workspace", "make a W&B workspace that shows what runs log", run_workspace)
+    workspace.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="whose metrics and W&B project it shows")
+    workspace.add_argument("--entity", help="W&B team or user; WANDB_ENTITY, else the login's own")
+    workspace.add_argument("--project", help="another W&B project than the run's")
+    workspace.add_argument("--dry-run", action="store_true", help="sections and panels; sends nothing")
 
 
 def _add_vocab_check(commands: Any) -> None:
@@ -389,11 +404,15 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
 
 
 def _run_one(run: Any, name: str) -> None:
+    from drafthead.pipeline.publish import publish
+
     if run.run_stage(name):
         seconds = run.record["stages"][name]["seconds"]
         print(f"{name}: done in {seconds:.0f} s", file=sys.stderr)
     else:
         print(f"{name}: already there, {run.folder(name)}", file=sys.stderr)
+    if name in ("eval", "export", "serve-check"):
+        publish(run)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -452,6 +471,22 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     lines.append(report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder")
     _print(arguments, asdict(report), "\n".join(lines))
     return 0 if report.ok else 1
+
+
+def run_push(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.export.push import Upload, render_upload
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    upload = Upload(open_run(arguments.run_dir, STAGES, []), arguments.repo, arguments.private)
+    described = upload.describe()
+    if arguments.dry_run:
+        _print(arguments, described, f"{render_upload(described)}\nnothing was sent")
+        return 0
+    print(render_upload(described), file=sys.stderr)  # before gigabytes are on their way
+    url = upload.send()
+    _print(arguments, {**described, "url": url}, url)
+    return 0
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -541,6 +576,18 @@ def run_metrics(arguments: argparse.Namespace) -> int:
     report = measure(source, arguments.expect, arguments.tolerance)
     _print(arguments, report, render(report))
     return 0 if report.get("ok", True) else 1
+
+
+def run_workspace(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+    from drafthead.pipeline.workspace import make_workspace, render_workspace
+
+    run = open_run(arguments.run_dir, STAGES, [])
+    with _output_of_stages_to_stderr():
+        made = make_workspace(run, arguments.entity, arguments.project, dry_run=arguments.dry_run)
+    _print(arguments, made, render_workspace(made))
+    return 0
 
 
 def run_vocab_check(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,6 @@ from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, speculative_config
 from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts, requests_of
 from drafthead.pipeline.export.folder import served_path
-from drafthead.pipeline.export.stage import write_card
 from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.run_dir import Run
@@ -35,7 +34,6 @@ def serve_check(run: Run) -> dict[str, Any]:
     chosen = load_prompts(run, None, settings.limit, settings.max_new_tokens)
     report = check_prompts(run, chosen, settings.k, settings.max_new_tokens)
     write_json(run.folder("serve-check") / "report.json", report)
-    write_card(run, served=report)
     return {name: report[name] for name in ("ok", "identical_to_plain", "speedup_batch_1")}
 
 

@@ -2,21 +2,18 @@
 
 from typing import Any
 
-from drafthead.data.files import read_json
 from drafthead.pipeline.export.card import HEADS
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.merged_target import quality_lines
 from drafthead.pipeline.run_dir import Run
-from drafthead.pipeline.tracking import Tracker
-
-DOMAIN_COLUMNS = ("domain", "drafts", "accept length")
+from drafthead.pipeline.tracking import sync_command
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
-    """Collect the numbers of a finished run and log them, once, to W&B."""
+    """Collect the numbers of a finished run."""
     served, evaluated = run.report("serve-check"), run.report("eval")
     export = run.folder("export")
-    summary = {
+    return {
         "ok": served["ok"],
         "run_dir": str(run.path),
         "head": run.recipe.head.type,
@@ -26,42 +23,9 @@ def summarize_run(run: Run) -> dict[str, Any]:
         "serve_check": served,
         "export_path": str(export.resolve()),
         "serve_command": serve_command(run.served_target.path, export),
+        "wandb_sync": sync_command(run.path),
         "seconds": {name: stage["seconds"] for name, stage in run.record["stages"].items()},
     }
-    if run.record.get("published") != run.key("serve-check"):
-        publish(run, summary)
-        run.record["published"] = run.key("serve-check")
-        run.save()
-    return summary
-
-
-def publish(run: Run, summary: dict[str, Any]) -> None:
-    """Log the evaluation table and the export with its card to the run's W&B run."""
-    recipe = run.recipe
-    served, evaluated = summary["serve_check"], summary["eval"]
-    with Tracker(recipe.tracking.project, str(recipe.run.name), recipe.model_dump(mode="json"), run.path) as tracker:
-        columns = ("k", "position", "predicted", "walk on served texts", "served by vLLM")
-        tracker.table("acceptance", columns, acceptance_rows(served))
-        domains = [(name, one["drafts"], one["mean_acceptance_length"]) for name, one in evaluated["by_domain"].items()]
-        tracker.table("accept length by domain", DOMAIN_COLUMNS, domains)
-        metadata = {
-            "head": recipe.head.type,
-            "mean_acceptance_length": served["served"]["mean_acceptance_length"],
-            "speculative_config": read_json(run.folder("export") / "speculative_config.json"),
-        }
-        tracker.artifact(run.folder("export"), f"{recipe.run.name}-head", "model", metadata)
-
-
-def acceptance_rows(served: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            one["k"],
-            position + 1,
-            *(one[kind]["per_position"][position] for kind in ("predicted", "walk", "served")),
-        )
-        for one in served["by_k"].values()
-        for position in range(one["k"])
-    ]
 
 
 def render_summary(summary: dict[str, Any]) -> str:
@@ -102,6 +66,8 @@ def render_summary(summary: dict[str, Any]) -> str:
         "serve it with:",
         f"  {summary['serve_command']}",
     ]
+    if summary["wandb_sync"]:
+        lines += ["W&B files lie here alone; upload them with:", f"  {summary['wandb_sync']}"]
     return "\n".join(lines)
 
 
