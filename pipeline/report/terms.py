@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Term:
-    """`metric` is the key in the run's files; empty for what has none of its own."""
+    """`metric` is the key in the run's files, or one of several, below other keys where these tell it apart; empty for
+    what has none of its own."""
 
     label: str
     metric: str
@@ -43,8 +44,8 @@ TERMS: dict[str, Term] = {
         "draft_acceptance_rate",
         "Accepted draft tokens / all draft tokens.",
     ),
-    "rounds": Term("rounds", "drafts", "Passes of the target over draft tokens; vLLM counts them as drafts."),
-    "k": Term("k", "k", "Draft tokens proposed in every round (num_speculative_tokens)."),
+    "rounds": Term("rounds", "drafts, rounds", "Passes of the target over draft tokens; vLLM counts them as drafts."),
+    "k": Term("k", "k, num_speculative_tokens", "Draft tokens proposed in every round (num_speculative_tokens)."),
     "position": Term("position", "", "Place of a draft token in its round, counted from 1."),
     "identical": Term(
         "text equal",
@@ -92,7 +93,7 @@ TERMS: dict[str, Term] = {
     ),
     "speculative_ms": Term(
         "with the head",
-        "ms_per_token",
+        "ms_per_token, speculative_ms_per_token",
         "Milliseconds per answer token with the head: vLLM, one request at a time, median over the timed prompts.",
     ),
     # ---- trees, typical
@@ -197,7 +198,7 @@ TERMS: dict[str, Term] = {
     "loss": Term("loss", "loss", "Training loss per supervised slot, mean since the line before."),
     "walk_length": Term(
         "held-out accept length",
-        "walk_accept_length",
+        "walk_accept_length, walk.mean_acceptance_length, last_walk.mean_acceptance_length",
         "Accept length on held-out answers during training, by replaying the rounds over them (greedy).",
     ),
     "walk_position": Term(
@@ -245,7 +246,9 @@ TERMS: dict[str, Term] = {
     "draft_vocab": Term("draft vocabulary", "size", "Tokens that the head can draft."),
     "target_vocab": Term("target vocabulary", "target_vocab", "Rows of the target's lm_head."),
     "coverage": Term(
-        "coverage", "coverage", "Share of supervised tokens that lie in the draft vocabulary; others can only miss."
+        "coverage",
+        "coverage_train, coverage_heldout, coverage_by_domain",
+        "Share of supervised tokens that lie in the draft vocabulary; others can only miss.",
     ),
     "captured": Term("captured tokens", "tokens", "Tokens whose hidden states are stored."),
     "bytes_per_token": Term("bytes per token", "bytes_per_token", "Disk that the states of one token take."),

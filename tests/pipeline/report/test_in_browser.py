@@ -27,6 +27,13 @@ UNMARKED = """(() => {
 })()"""
 
 
+MISPLACED = """[...document.querySelectorAll("td .n, tbody th .n")].filter((one) => {
+    const cell = one.closest("td, th"), row = cell.parentElement, heads = one.closest("table").tHead.rows[0].cells;
+    const terms = [cell, row.cells[0], heads[cell.cellIndex]].flatMap((place) => [...place.querySelectorAll(".term")]);
+    return !terms.some((term) => term.dataset.term === one.dataset.term);
+}).map((one) => `${one.dataset.term}: ${one.dataset.path}`)"""
+
+
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     assert BROWSER is not None
@@ -54,6 +61,14 @@ def test_every_shown_number_is_that_of_its_file(
     assert tab.complaints == []
     assert tab.requests == [address(run)], "the page asked for something"
     assert tab.evaluate("window.attacked") is None
+
+
+@pytest.mark.parametrize("run_name", ["finished_run", "hostile_run"])
+def test_a_number_in_a_table_stands_under_or_beside_its_term(
+    run_name: str, tab: Tab, request: pytest.FixtureRequest
+) -> None:
+    tab.open(address(request.getfixturevalue(run_name)), width=DESK)
+    assert tab.evaluate(MISPLACED) == []
 
 
 @pytest.mark.parametrize("run_name", ["finished_run", "hostile_run"])

@@ -75,6 +75,23 @@ def test_every_number_and_term_is_defined(run_name: str, request: pytest.Fixture
     assert all(number["title"] == TERMS[number["term"]].definition for number in page.numbers)
 
 
+@pytest.mark.parametrize("run_name", ["finished_run", "hostile_run"])
+def test_a_term_names_the_key_that_its_numbers_come_from(run_name: str, request: pytest.FixtureRequest) -> None:
+    page = page_of(request.getfixturevalue(run_name))
+    stored = [number for number in page.numbers if "operation" not in number]
+    assert [f"{one['term']}: {one['path']}" for one in stored if not is_named(one["term"], one["path"])] == []
+
+
+def is_named(term: str, path: str) -> bool:
+    """Whether the keys of one of a term's metrics all stand in an address, in their order."""
+    parts = path.partition("#")[2].split("/")
+    if term == "interval":
+        return any(part.endswith("_interval") for part in parts)
+    rest = [iter(parts) for _ in TERMS[term].metric.split(", ")]
+    found = zip(TERMS[term].metric.split(", "), rest, strict=True)
+    return any(all(key in left for key in metric.split(".")) for metric, left in found)
+
+
 def test_the_numbers_that_matter_are_there(finished_run: Path) -> None:
     found = addresses(page_of(finished_run))
     evaluated = json.loads((finished_run / "eval" / "report.json").read_text())
