@@ -13,7 +13,9 @@ from drafthead.pipeline import cli
 from drafthead.pipeline.report.curves import draw, ticks
 from drafthead.pipeline.report.page import TEMPLATE
 from drafthead.pipeline.report.terms import TERMS
+from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.serve_check import WALK_TOLERANCE
+from drafthead.pipeline.summary import render_summary, summarize_run
 
 from tests.pipeline.report.conftest import ATTACK, reported
 from tests.pipeline.report.shown import Shown, curve_faults, faults, resolve
@@ -130,7 +132,16 @@ def test_what_is_not_served_is_labelled(finished_run: Path) -> None:
 def test_a_position_outside_the_tolerance_is_said(finished_run: Path) -> None:
     text = " ".join(page_of(finished_run).texts)
     assert "NOT served as predicted" in text
-    assert re.findall(r"\b(?:within|OUTSIDE)\b(?! the)", text) == ["within"] * 3 + ["within", "OUTSIDE"]
+    said = re.findall(r"\b(?:within|OUTSIDE)\b(?! the)", text)
+    by_k = json.loads((finished_run / "serve-check" / "report.json").read_text())["by_k"].values()
+    pairs = [zip(one["predicted"]["per_position"], one["served"]["per_position"], strict=True) for one in by_k]
+    assert said == ["within" if abs(a - b) <= 0.02 else "OUTSIDE" for pair in pairs for a, b in pair]
+    assert set(said) == {"within", "OUTSIDE"}
+
+
+def test_the_summary_of_a_run_names_the_page(served_run: Run, cache: Path) -> None:
+    summary = summarize_run(served_run) | {"report_path": "runs/tiny/report.html"}
+    assert "report: runs/tiny/report.html" in render_summary(summary).splitlines()
 
 
 def test_the_curves_are_those_of_the_log(finished_run: Path) -> None:
