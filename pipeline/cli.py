@@ -123,6 +123,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
             stage.add_argument("--temperature", type=_temperatures, metavar="T,T,...", help="0 is greedy")
             stage.add_argument("--tree", type=_positive, metavar="N", help="also draft a tree of at most N nodes")
             stage.add_argument(
+                "--dynamic", action="store_const", const=True, help="also grow such a tree in each round (EAGLE-2)"
+            )
+            stage.add_argument(
                 "--typical", action="store_const", const=True, help="also accept typically (not lossless)"
             )
 
@@ -133,6 +136,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("--temperature", type=_temperatures, default=(0.0,), metavar="T,T,...", help="0 is greedy")
     compare.add_argument("--out", type=Path, metavar="DIR", help="for compare.json and the plot; runs/compare")
 
+    _add_cost(commands)
     _add_plan(commands)
 
     report = _add(commands, "report", "write report.html of a run, finished or not", run_report)
@@ -147,7 +151,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     push.add_argument("--repo", required=True, metavar="OWNER/NAME")
     push.add_argument("--private", action="store_const", const=True, help="make a new repository private")
     push.add_argument("--dry-run", action="store_true", help="files, sizes and metadata; sends nothing")
-    _add_cost(commands)
 
     inspect = _add(commands, "inspect", "show which tokens of conversations are supervised", run_inspect)
     inspect.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the rows of a run, or:")
@@ -179,21 +182,6 @@ def _add(commands: Any, name: str, text: str, command: Callable[[argparse.Namesp
     return parser
 
 
-def _add_plan(commands: Any) -> None:
-    plan = _add(
-        commands, "plan", "how many draft tokens to serve with, by batch size, or that it does not pay", run_plan
-    )
-    plan.formatter_class = argparse.RawDescriptionHelpFormatter
-    plan.epilog = PLAN_EXAMPLES
-    plan.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="take its measured rates and costs, or:")
-    plan.add_argument("--conditional", metavar="R,R,...", help="share kept of each draft position that was reached")
-    plan.add_argument("--draft-cost", metavar="C", help="of proposing one token, in plain target steps")
-    plan.add_argument("--row-cost", metavar="C", help="of one more token in the target's pass, in plain target steps")
-    plan.add_argument("--row-cost-by-batch", metavar="B:C,...", help="the same at several batch sizes")
-    plan.add_argument("--device", metavar="NAME", help="or by the roofline model, for instance h100-sxm")
-    plan.add_argument("--target", metavar="DIR", help="whose passes --device runs, where no run is given")
-    plan.add_argument("--context", metavar="N", help="tokens of a request, whose cache --device reads (1024)")
-    plan.add_argument(
 def _add_cost(commands: Any) -> None:
     cost = _add(commands, "cost", "what drafting and verification cost here, by batch size and k", run_cost)
     cost.epilog = "example: drafthead cost runs/eagle3 --batches 1,8,32 --k 1,2,3,5"
@@ -214,6 +202,21 @@ def _add_cost(commands: Any) -> None:
     )
 
 
+def _add_plan(commands: Any) -> None:
+    plan = _add(
+        commands, "plan", "how many draft tokens to serve with, by batch size, or that it does not pay", run_plan
+    )
+    plan.formatter_class = argparse.RawDescriptionHelpFormatter
+    plan.epilog = PLAN_EXAMPLES
+    plan.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="take its measured rates and costs, or:")
+    plan.add_argument("--conditional", metavar="R,R,...", help="share kept of each draft position that was reached")
+    plan.add_argument("--draft-cost", metavar="C", help="of proposing one token, in plain target steps")
+    plan.add_argument("--row-cost", metavar="C", help="of one more token in the target's pass, in plain target steps")
+    plan.add_argument("--row-cost-by-batch", metavar="B:C,...", help="the same at several batch sizes")
+    plan.add_argument("--device", metavar="NAME", help="or by the roofline model, for instance h100-sxm")
+    plan.add_argument("--target", metavar="DIR", help="whose passes --device runs, where no run is given")
+    plan.add_argument("--context", metavar="N", help="tokens of a request, whose cache --device reads (1024)")
+    plan.add_argument(
         "--max-k", metavar="N", help="largest k to consider; behind the given rates the last is held, and marked so"
     )
     plan.add_argument(
@@ -265,6 +268,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
 def _temperature(text: str) -> float:
     return _number(text, "a number from 0 on (0 is greedy)", lambda value: 0 <= value < float("inf"))
 
@@ -295,10 +302,6 @@ def _number(text: str, what: str, is_good: Callable[[float], bool]) -> float:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -345,7 +348,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
     from drafthead.pipeline.stages import STAGES
 
     run = open_run(arguments.run_dir, STAGES, [])
-    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature", "tree", "typical", "drafter"}
+    custom = {"prompts", "k", "max_new_tokens", "limit", "temperature", "tree", "dynamic", "typical", "drafter"}
     if any(getattr(arguments, name, None) is not None for name in custom):
         return _run_custom(arguments, run)
     with _output_of_stages_to_stderr():
@@ -380,8 +383,10 @@ def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
         if arguments.stage == "eval":
             temperature, *others = arguments.temperature or (settings.temperature, *settings.temperatures)
             tree = settings.tree if spec is None else None
-            if arguments.tree:
-                tree = (tree or TreeConfig()).model_copy(update={"nodes": arguments.tree})
+            asked = {"nodes": arguments.tree, "dynamic": arguments.dynamic}
+            if any(asked.values()):
+                given = {name: value for name, value in asked.items() if value is not None}
+                tree = (tree or TreeConfig()).model_copy(update=given)
             typical = settings.typical if temperature > 0 else None
             if arguments.typical:
                 typical = settings.typical or TypicalConfig()
@@ -435,6 +440,23 @@ def run_compare(arguments: argparse.Namespace) -> int:
     with _output_of_stages_to_stderr():
         report = compare(runs, options, out)
     _print(arguments, report, render_comparison(report))
+    return 0
+
+
+def run_cost(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.cost import CostOptions, measure_cost
+    from drafthead.pipeline.cost_table import render_cost
+    from drafthead.pipeline.publish import publish
+    from drafthead.pipeline.run_dir import open_run
+    from drafthead.pipeline.stages import STAGES
+
+    run = open_run(arguments.run_dir, STAGES, [])
+    asked = {one.name: getattr(arguments, one.name) for one in fields(CostOptions)}
+    options = CostOptions(**{name: value for name, value in asked.items() if value is not None})
+    with _output_of_stages_to_stderr():
+        report = measure_cost(run, options)
+        publish(run)  # the card says which k pays
+    _print(arguments, report, render_cost(report))
     return 0
 
 
@@ -505,21 +527,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from drafthead.data.inspection import print_inspection
 
     inspect = _inspect_run if arguments.run_dir else _inspect_file
-def run_cost(arguments: argparse.Namespace) -> int:
-    from drafthead.pipeline.cost import CostOptions, measure_cost
-    from drafthead.pipeline.cost_table import render_cost
-    from drafthead.pipeline.run_dir import open_run
-    from drafthead.pipeline.stages import STAGES
-
-    run = open_run(arguments.run_dir, STAGES, [])
-    asked = {one.name: getattr(arguments, one.name) for one in fields(CostOptions)}
-    options = CostOptions(**{name: value for name, value in asked.items() if value is not None})
-    with _output_of_stages_to_stderr():
-        report = measure_cost(run, options)
-    _print(arguments, report, render_cost(report))
-    return 0
-
-
     template, inspection = inspect(arguments)
     if arguments.json:
         print(json.dumps(inspection.as_json(template), ensure_ascii=False))

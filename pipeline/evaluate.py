@@ -28,6 +28,7 @@ from drafthead.eval.protocols import Drafter, TreeDrafter
 from drafthead.eval.recomputed_target import loop_target
 from drafthead.eval.tree_accuracy import Text, measure_accuracy
 from drafthead.eval.tree_decode import decode_tree
+from drafthead.eval.tree_dynamic import DynamicTree
 from drafthead.eval.tree_search import TreeShape, search_tree
 from drafthead.eval.typical import NEEDS_SAMPLING, Typical
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, Surroundings, prepare_drafter, speculative_config
@@ -126,10 +127,12 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
         "method": "speculative loop in transformers, chain of greedy drafts, full vocabulary",
     }
     if options.drafter is not None:
+        config = speculative_config(options.drafter, options.k)
+        unserved = "" if config else "; vLLM cannot serve it"
         report |= {
             "drafter": str(options.drafter),
-            "speculative_config": speculative_config(options.drafter, options.k),
-            "method": f"speculative loop in transformers, chain of drafts by {options.drafter.kind}",
+            "speculative_config": config,
+            "method": f"speculative loop in transformers, chain of drafts by {options.drafter.kind}{unserved}",
         }
     if options.temperatures:
         report["by_temperature"] = [
@@ -147,6 +150,8 @@ def evaluate_prompts(run: Run, chosen: PromptSet, options: EvalOptions, rounds: 
             "with chains, nor served by vLLM",
             **searched,
         }
+        if options.tree.dynamic:
+            report["dynamic_tree"] = evaluate_dynamic(loop, prompts, options, options.tree, plain)
     if options.typical is not None:
         report["typical"] = evaluate_typical(loop, prompts, options, options.typical, shape)
     return report
@@ -212,6 +217,26 @@ def find_tree(
         "accuracy_by_step_and_rank": [[round(share, 4) for share in row] for row in accuracy_KR.tolist()],
         "parents": list(shape.parents),
         "ranks": list(shape.ranks),
+    }
+
+
+def evaluate_dynamic(
+    loop: "SpeculativeLoop",
+    prompts: list[Prompt],
+    options: EvalOptions,
+    config: TreeConfig,
+    plain: list[Answer] | None,
+) -> dict[str, Any]:
+    """The same prompts with a tree that is grown anew in each round."""
+    levels = min(config.depth, loop.tree_drafter.max_depth)
+    shape = DynamicTree(nodes=config.nodes, levels=levels, width=config.width)
+    grown = loop.generate_tree(prompts, options, shape)
+    return {
+        **summarize_tree(requests_of(prompts, grown), shape.num_nodes, shape.depth),
+        "identical_to_plain": identical(grown, plain),
+        "width": config.width,
+        "method": "speculative loop in transformers, tree grown in each round by draft probabilities (EAGLE-2), full "
+        "vocabulary; not comparable with chains, nor served by vLLM",
     }
 
 
@@ -296,7 +321,7 @@ class SpeculativeLoop:
         if spec is not None:
             around = Surroundings(
                 target=target,
-                model=model,
+                in_loop=self.target,
                 device=self.device,
                 dtype=dtype,
                 max_model_len=run.recipe.serve_check.max_model_len,
@@ -338,17 +363,22 @@ class SpeculativeLoop:
         return self._in_batches(prompts, what, self.batch_size, one_batch, ordered=ordered)
 
     def generate_tree(
-        self, prompts: list[Prompt], options: EvalOptions, shape: TreeShape, typical: Typical | None = None
+        self,
+        prompts: list[Prompt],
+        options: EvalOptions,
+        shape: TreeShape | DynamicTree,
+        typical: Typical | None = None,
     ) -> list[Answer]:
         """Answers in the order of the prompts, by a tree of drafts a round."""
         settings = self._settings(options, typical)
         drafter = self.tree_drafter
         size = min(self.batch_size, TREE_ROWS // (shape.num_nodes + 1))
+        kind = "dynamic" if isinstance(shape, DynamicTree) else "static"
 
         def one_batch(ids: list[list[int]], numbers: list[int], on_progress: OnProgress) -> list[Answer]:
             return decode_tree(self.target, drafter, ids, shape, settings.of(numbers), on_progress=on_progress)
 
-        return self._in_batches(prompts, f"eval tree of {shape.num_nodes}", size, one_batch)
+        return self._in_batches(prompts, f"eval {kind} tree of {shape.num_nodes}", size, one_batch)
 
     def search_tree(self, texts: list[Text], config: TreeConfig) -> tuple[TreeShape, Tensor]:
         """The best tree by the accuracies [K, R] on these texts, and the accuracies."""

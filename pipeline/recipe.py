@@ -246,12 +246,16 @@ class TrainConfig(Section):
 
 
 class TreeConfig(Section):
-    """A static tree of drafts, searched from accuracies on held-out answers."""
+    """A static tree of drafts, searched from accuracies on held-out answers; with `dynamic` another kind beside it."""
 
     nodes: Count = 63
     """Nodes at most; the target runs that many tokens and one more a round."""
     depth: int = Field(default=4, ge=1, le=16)
     """At most so deep, and at most as deep as a Medusa head has heads."""
+    dynamic: bool = False
+    """Also grow a tree in every round by the head's own confidence (EAGLE-2), with the same bounds."""
+    width: int = Field(default=10, ge=1, le=32)
+    """Nodes of a level that a growing tree goes on from, and tokens that it considers behind each."""
 
 
 class TypicalConfig(Section):

@@ -74,10 +74,12 @@ def render_summary(summary: dict[str, Any]) -> str:
 def branched_lines(evaluated: dict[str, Any]) -> list[str]:
     """What a tree and typical acceptance gave, where they were asked for, apart from the chain's numbers."""
     lines = []
-    if tree := evaluated.get("tree"):
+    for kind in ("tree", "dynamic tree"):
+        if not (tree := evaluated.get(kind.replace(" ", "_"))):
+            continue
         same = f"; text equal to plain decoding {tree['identical_to_plain']}" if tree["identical_to_plain"] else ""
         lines += [
-            f"  tree of {tree['nodes']} nodes, depth {tree['depth']} (vLLM serves chains: not comparable): "
+            f"  {kind} of {tree['nodes']} nodes, depth {tree['depth']} (vLLM serves chains: not comparable): "
             f"{tree['rounds']} rounds, accept length {number(tree['mean_acceptance_length'], 2)}{same}",
         ]
     if typical := evaluated.get("typical"):

@@ -75,6 +75,22 @@ def test_a_tree_is_reported_beside_the_chain(tiny_run: Run, cache: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_growing_tree_is_reported_beside_the_static_one(tiny_run: Run, cache: Path) -> None:
+    config = TreeConfig(nodes=9, depth=3, width=4)
+    static = evaluate_tiny(tiny_run, tree=config)
+    both = evaluate_tiny(tiny_run, tree=config.model_copy(update={"dynamic": True}))
+    dynamic = both.pop("dynamic_tree")
+    assert both == static, "the other numbers are what they are without it"
+    assert (dynamic["drafts"], dynamic["nodes"], dynamic["depth"], dynamic["width"]) == ("tree", 9, 3, 4)
+    assert dynamic["identical_to_plain"] == "4/4"
+    assert dynamic["mean_acceptance_length"] == pytest.approx(1 + sum(dynamic["per_depth"]))
+    assert "grown in each round" in dynamic["method"]
+    assert "not comparable with chains" in dynamic["method"]
+    (line,) = branched_lines({"dynamic_tree": dynamic})
+    assert line.startswith("  dynamic tree of 9 nodes, depth 3 (vLLM serves chains: not comparable)")
+
+
+@pytest.mark.slow
 def test_a_tree_searched_on_the_evaluated_prompts_says_so(tiny_run: Run, cache: Path) -> None:
     report = evaluate_tiny(tiny_run, limit=None, tree=TreeConfig(nodes=3, depth=2))
     assert report["tree"]["searched_on"].endswith("held-out answers to the evaluated prompts themselves")
@@ -101,9 +117,10 @@ def test_the_command_line_takes_a_tree(drafthead: CommandLine, tiny_run: Run, tm
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text(json.dumps({"prompt": "1?"}) + "\n")
     given = ("--prompts", prompts, "--max-new-tokens", "9", "--json")
-    done = drafthead("eval", tiny_run.path, "--tree", "7", *given)
+    done = drafthead("eval", tiny_run.path, "--tree", "7", "--dynamic", *given)
     assert done.code == 0
-    assert (done.json()["tree"]["nodes"], done.json()["tree"]["identical_to_plain"]) == (7, "1/1")
+    for tree in (done.json()["tree"], done.json()["dynamic_tree"]):
+        assert (tree["nodes"], tree["identical_to_plain"]) == (7, "1/1")
     refused = drafthead("eval", tiny_run.path, "--typical", *given)
     assert refused.code == 2
     assert refused.complaints == [
