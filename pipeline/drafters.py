@@ -58,6 +58,8 @@ class Kind:
     """The option that may stand behind the colon without its name."""
     remembers: bool = False
     """Drafts depend on earlier answers: measured one prompt after the other, in their order."""
+    package: str | None = None
+    """Python package that vLLM needs for it and does not bring along."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,13 @@ KINDS: dict[str, Kind] = {
         options=SkipLayersOptions, prepare=_prepare_skip_layers, serve=lambda options, k: None, main="layers"
     ),
     "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
-    "suffix": Kind(options=SuffixOptions, prepare=_prepare_suffix, serve=_serve_by("suffix"), remembers=True),
+    "suffix": Kind(
+        options=SuffixOptions,
+        prepare=_prepare_suffix,
+        serve=_serve_by("suffix"),
+        remembers=True,
+        package="arctic-inference",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ texts that vLLM itself wrote. The plain run writes a few tokens more than the ot
 that lie behind an answer's end. A drafter without a trained head is held against the loop alone.
 """
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -110,8 +111,11 @@ def engine_config(run: Run, k: int | None, spec: DrafterSpec | None = None) -> E
     speculative, model = None, run.served_target.path
     if spec is not None and k is not None:
         speculative = speculative_config(spec, k)
+        package = KINDS[spec.kind].package
         if speculative is None:
             raise InputError(f"--drafter {spec}: vLLM does not serve it; `drafthead eval --drafter` measures it")
+        if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise InputError(f"--drafter {spec.kind}: vLLM needs the package {package} for it, which is not installed")
     elif k is not None:
         export = run.input("export")
         speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}

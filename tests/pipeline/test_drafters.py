@@ -1,5 +1,6 @@
 """Drafters without a trained head: what a user may write, a run that has prompts alone, and a real vLLM beside it."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,14 @@ def test_the_shipped_prompts_are_as_many_edits_as_stories() -> None:
     rows = [json.loads(line) for line in (PROMPTS / "lookup.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["domain"] for row in rows] == ["one change"] * 8 + ["open writing"] * 8
     assert len({row["id"] for row in rows}) == len({row["turns"][0] for row in rows}) == 16
+
+
+def test_what_vllm_cannot_serve_is_said_before_anything_is_served(only_prompts: Run) -> None:
+    if importlib.util.find_spec("arctic_inference"):
+        pytest.skip("arctic-inference is installed")
+    chosen = load_prompts(only_prompts, None, 2, NEW_TOKENS)
+    with pytest.raises(InputError, match="--drafter suffix: vLLM needs the package arctic-inference for it"):
+        check_prompts(only_prompts, chosen, [3], NEW_TOKENS, parse_drafter("suffix"))
 
 
 # ---- a real vLLM -----------------------------------------------------------------------------------------
