@@ -363,7 +363,8 @@ def run_stage(arguments: argparse.Namespace) -> int:
 def _run_custom(arguments: argparse.Namespace, run: Any) -> int:
     """`eval` or `serve-check` with other prompts or settings than the recipe's; the run's files stay as they are."""
     from drafthead.pipeline.drafters import parse_drafter
-    from drafthead.pipeline.evaluate import MAX_K, EvalOptions, evaluate_prompts, load_prompts
+    from drafthead.pipeline.evaluate import evaluate_prompts, load_prompts
+    from drafthead.pipeline.loop import MAX_K, EvalOptions
     from drafthead.pipeline.recipe import TreeConfig, TypicalConfig, load_recipe
     from drafthead.pipeline.serve_check import check_prompts
 

@@ -26,7 +26,8 @@ from drafthead.pipeline.compare_contestants import (
 from drafthead.pipeline.compare_plot import render_svg
 from drafthead.pipeline.compare_times import Times, cost_of, describe_times, measure_times, ms_per_token
 from drafthead.pipeline.compare_verdict import find_winner
-from drafthead.pipeline.evaluate import EvalOptions, Prompt, identical, requests_of, summarize_prompts
+from drafthead.pipeline.evaluate import identical, requests_of, summarize_prompts
+from drafthead.pipeline.loop import EvalOptions, Prompt
 from drafthead.pipeline.run_dir import Run
 
 PLAIN = "plain decoding"

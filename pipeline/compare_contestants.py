@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline.drafters import DrafterSpec, parse_drafter
-from drafthead.pipeline.evaluate import MAX_K, PromptSet, SpeculativeLoop, load_prompts
+from drafthead.pipeline.evaluate import PromptSet, load_prompts
+from drafthead.pipeline.loop import MAX_K, SpeculativeLoop
 from drafthead.pipeline.recipe import load_recipe
 from drafthead.pipeline.run_dir import Run, difference
 from torch import nn
@@ -57,7 +58,7 @@ def open_contestants(runs: Sequence[Run], options: CompareOptions, settings: Set
     heads = [(name, run, SpeculativeLoop(run, model)) for name, run in zip(run_names(runs), runs, strict=True)]
     drafters = [(text, spec, SpeculativeLoop(first, model, spec)) for text, spec in parsed(options)]
     return [
-        *(Contestant(name=name, loop=loop, about=describe_run(run, loop.head.head)) for name, run, loop in heads),
+        *(Contestant(name=name, loop=loop, about=describe_run(run, loop.trained.head)) for name, run, loop in heads),
         *(Contestant(name=text, loop=loop, about=describe_drafter(spec)) for text, spec, loop in drafters),
     ]
 

@@ -11,7 +11,7 @@ from drafthead.eval.bootstrap import Quotient, interval
 from drafthead.eval.cost import Cost, Timing, time_answer
 from drafthead.eval.decode import DecodeOptions
 from drafthead.pipeline.compare_contestants import Contestant, Settings
-from drafthead.pipeline.evaluate import Prompt
+from drafthead.pipeline.loop import Prompt
 from drafthead.pipeline.progress import progress
 
 TIMED_PROMPTS = 8

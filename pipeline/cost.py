@@ -22,7 +22,8 @@ from drafthead.eval.engine import Request
 from drafthead.eval.served_cost import describe_served, measure_steps, num_answers
 from drafthead.pipeline.advise import of_run
 from drafthead.pipeline.drafters import DrafterSpec, parse_drafter
-from drafthead.pipeline.evaluate import BATCH_TOKENS, MAX_K, SpeculativeLoop, load_prompts
+from drafthead.pipeline.evaluate import load_prompts
+from drafthead.pipeline.loop import BATCH_TOKENS, MAX_K, SpeculativeLoop
 from drafthead.pipeline.measured_costs import COST_FILE, head_key, loop_cost
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import MedusaConfig

@@ -20,9 +20,10 @@ from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, w
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, speculative_config
-from drafthead.pipeline.evaluate import EvalOptions, Prompt, PromptSet, SpeculativeLoop, load_prompts, requests_of
+from drafthead.pipeline.evaluate import PromptSet, load_prompts, requests_of
 from drafthead.pipeline.export.folder import served_path
 from drafthead.pipeline.heads.base import HeadBatch, Objective
+from drafthead.pipeline.loop import EvalOptions, Prompt, SpeculativeLoop
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.run_dir import Run
 
@@ -229,6 +230,6 @@ def unroll(loop: SpeculativeLoop, prompt: Prompt, answer: list[int], k: int) -> 
         documents=[(0, len(tokens))],
     )
     with torch.inference_mode():
-        output = loop.head.head(batch, loop.head.frozen, Objective(depth=k))
+        output = loop.trained.head(batch, loop.trained.frozen, Objective(depth=k))
     survived: torch.Tensor = output.survived_TK.cpu()
     return survived

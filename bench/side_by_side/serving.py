@@ -8,7 +8,7 @@ from drafthead.data.files import read_json, write_json
 from drafthead.eval.acceptance import from_counters
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import measure
-from drafthead.pipeline.evaluate import Prompt
+from drafthead.pipeline.loop import Prompt
 
 K = 3
 

@@ -12,7 +12,8 @@ from drafthead.eval.drafters.ngram import NgramOptions
 from drafthead.eval.drafters.suffix import SuffixOptions
 from drafthead.eval.engine import is_available
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, parse_drafter, speculative_config
-from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+from drafthead.pipeline.evaluate import evaluate_prompts, load_prompts
+from drafthead.pipeline.loop import EvalOptions
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.serve_check import check_prompts

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from drafthead.data.errors import InputError
-from drafthead.pipeline.evaluate import EvalOptions, SpeculativeLoop, evaluate_prompts, load_prompts
+from drafthead.pipeline.evaluate import evaluate_prompts, load_prompts
+from drafthead.pipeline.loop import EvalOptions, SpeculativeLoop
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig, load_recipe
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.summary import branched_lines

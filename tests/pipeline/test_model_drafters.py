@@ -9,7 +9,8 @@ import pytest
 import torch
 from drafthead.data.errors import InputError
 from drafthead.pipeline.drafters import parse_drafter, speculative_config
-from drafthead.pipeline.evaluate import EvalOptions, evaluate_prompts, load_prompts
+from drafthead.pipeline.evaluate import evaluate_prompts, load_prompts
+from drafthead.pipeline.loop import EvalOptions
 from drafthead.pipeline.run_dir import Run
 from safetensors.torch import load_file, save_file
 
