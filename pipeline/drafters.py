@@ -102,7 +102,8 @@ def _prepare_draft_model(options: DraftModelOptions, around: Surroundings) -> Ne
     else:
         check_same_tokens(ours, theirs, options.model)
     model = Target(folder).load(around.dtype, around.device)
-    return lambda: DraftModel(model, shared)
+    drafter = DraftModel(model, shared)
+    return lambda: drafter
 
 
 def check_same_tokens(target: Vocabulary, draft: Vocabulary, name: str) -> None:
