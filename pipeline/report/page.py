@@ -11,11 +11,11 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.files import write_text
+from drafthead.pipeline.export.base_model import describe_base
 from drafthead.pipeline.export.card import HEADS
 from drafthead.pipeline.export.folder import serve_command
 from drafthead.pipeline.report.curves import last_row, training_charts
@@ -27,8 +27,6 @@ from markupsafe import Markup
 
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("template")
-REVISION = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
-"""Of a hub's download."""
 TREES = {"tree": "static tree", "dynamic_tree": "dynamic tree"}
 BRANCHED = (*([name] for name in TREES), ["typical", "chain"], *(["typical", name] for name in TREES))
 """Where in eval's report the numbers stand that no server would count."""
@@ -194,13 +192,16 @@ def list_facts(run: Run, sources: Sources) -> list[tuple[str, str]]:
     head = sources.section("train/head.json") or {}
     options = {**recipe.head.model_dump(exclude={"type"}), **head.get("options", {})}
     served_from = record.get("target_path", "")
-    revision = REVISION.search(served_from)
+    base = describe_base(recipe.target, Path(served_from))
     layers = head.get("aux_layer_ids")
     heldout = recipe.prompts.heldout
     shares = heldout if isinstance(heldout, float) else ", ".join(source.source for source in heldout)
     facts = {
         "target": recipe.target,
-        "revision": revision[1] if revision else None,
+        "on the hub": base.hub_id if base.hub_id != recipe.target else None,
+        "revision": base.revision,
+        "its weights": base.note,
+        "licence": base.license_name or base.license,
         "fingerprint": fingerprint(run.path, [name for name in run.stages if name in sources.finished]),
         "served from": served_from,
         "head": ", ".join(

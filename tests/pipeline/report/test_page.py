@@ -179,6 +179,19 @@ def test_the_page_loads_nothing(finished_run: Path) -> None:
     assert "@import" not in text
 
 
+def test_the_revision_of_a_target_from_the_hub_is_said(finished_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "tiny"))
+    recipe = (run / "recipe.yaml").read_text().replace("builtin:tiny-random", "them/model")
+    (run / "recipe.yaml").write_text(recipe)
+    record = json.loads((run / "run.json").read_text())
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    record["target_path"] = f"/home/me/hub/models--them--model/snapshots/{commit}"
+    (run / "run.json").write_text(json.dumps(record))
+    texts = page_of(reported(run)).texts
+    assert texts[texts.index("revision") + 1] == commit
+    assert any("draft head for them/model" in text for text in texts)
+
+
 # ---- unfinished runs
 
 
