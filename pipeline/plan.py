@@ -17,6 +17,7 @@ from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
 from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig, lora_of
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.shipped import ShippedAnswers
+from drafthead.pipeline.servable import check_served
 from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.target import Target, open_target
 
@@ -32,12 +33,13 @@ def check_head(recipe: Recipe, target: Target) -> None:
     """Refuse, before any work, a head that cannot be made for the target.
 
     Raises:
-        InputError: See `check_warm_start`, `check_target` and `Target.resolve_aux_layers`.
+        InputError: See `check_warm_start`, `check_target`, `check_served` and `Target.resolve_aux_layers`.
         GateError: See `check_target`.
     """
     target.resolve_aux_layers(recipe.capture.aux_layers)
     check_warm_start(recipe, target)
     check_target(recipe.head, draft_vocab_size(recipe, target), target)
+    check_served(recipe.head.type, target)
     # the evaluation gives its prompts no more room than the server has
     if recipe.eval.tree is not None and not runs_trees(target.config, recipe.serve_check.max_model_len):
         raise InputError(NO_TREES)
