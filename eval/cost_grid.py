@@ -34,6 +34,8 @@ class BatchTimes:
     """By k: a pass over k + 1 tokens of each request, and which of them are kept."""
     draft_s: dict[int, float]
     """By k: proposing k tokens, and taking in what was verified."""
+    plain_spread: float
+    """How far apart the middle half of the plain steps are, over their median: large on a busy machine."""
 
     def rounds(self) -> list[MeasuredRound]:
         return [
@@ -132,7 +134,14 @@ def measure_batch(
         plain_s=statistics.median(target_s[0]),
         target_s={k: statistics.median(target_s[k]) for k in ks},
         draft_s={k: statistics.median(draft_s[k]) for k in ks},
+        plain_spread=spread(target_s[0]),
     )
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the first to the third quartile, over the median."""
+    ordered = sorted(values)
+    return (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / statistics.median(ordered)
 
 
 def room_for(ks: Sequence[int], repeats: int) -> int:
@@ -144,14 +153,15 @@ def describe_batch(times: BatchTimes) -> dict[str, Any]:
     """For `cost.json`: what was measured, the fitted model, and both side by side for every k.
 
     Returns:
-        `batch`, `plain_ms`, `draft_cost` and `row_cost` (plain steps a draft token), `largest_error` (fitted /
-        measured - 1, of the greatest size); `rounds`, of every k: `target_ms`, `draft_ms`, `cost` (plain steps),
-        `fitted_cost`, `error`.
+        `batch`, `plain_ms` and `plain_spread` (of the repetitions: `spread`), `draft_cost` and `row_cost` (plain steps
+        a draft token), `largest_error` (fitted / measured - 1, of the greatest size); `rounds`, of every k:
+        `target_ms`, `draft_ms`, `cost` (plain steps), `fitted_cost`, `error`.
     """
     fit = times.fit()
     return {
         "batch": times.batch,
         "plain_ms": 1e3 * times.plain_s,
+        "plain_spread": times.plain_spread,
         "draft_cost": fit.cost.draft,
         "row_cost": fit.cost.row,
         "largest_error": fit.largest_error,

@@ -4,6 +4,9 @@ from typing import Any
 
 from drafthead.eval.cost_fit import POOR_FIT
 
+BUSY = 0.2
+"""Spread of plain steps from which on the machine is said to have done something else."""
+
 
 def render_cost(report: dict[str, Any]) -> str:
     lines = [f"drafter {report['drafter']}", *loop_lines(report["loop"])]
@@ -32,6 +35,12 @@ def loop_lines(loop: dict[str, Any]) -> list[str]:
             f"{batch['largest_error']:>+6.0%}"
         )
     lines += [f"batch {batch} left out: {reason}" for batch, reason in loop["left_out"].items()]
+    lines += [
+        f"warning: at batch {batch['batch']} plain steps were {batch['plain_spread']:.0%} apart; "
+        "measure again while nothing else runs"
+        for batch in loop["by_batch"]
+        if batch["plain_spread"] > BUSY
+    ]
     return lines + misfit_lines(loop)
 
 

@@ -156,3 +156,13 @@ def test_prompt_lookup_is_timed(target: HFTarget) -> None:
     drafter = NgramDrafter(NgramOptions(prompt_lookup_min=1), max_model_len=100)
     times = measure_batch(target, drafter, [[1, 2, 1, 2], [3, 4, 5, 6]], (1, 4), 2)
     assert set(times.draft_s) == {1, 4}
+
+
+def test_an_uneven_machine_shows_in_the_spread(clock: Clock) -> None:
+    """Passes 12, 15, 18 ... are the plain ones of the later repetitions."""
+    steady, _ = measure(clock, repeats=7)
+    busy, _ = measure(clock, repeats=7, extra=lambda number: 1.0 if number >= 12 else 0.0)
+    hiccup, _ = measure(clock, repeats=7, extra=lambda number: 50.0 if number == 12 else 0.0)
+    assert (steady.plain_spread, hiccup.plain_spread) == pytest.approx((0, 0))
+    assert busy.plain_spread == pytest.approx(1 / 2.04)
+    assert describe_batch(busy)["plain_spread"] == busy.plain_spread

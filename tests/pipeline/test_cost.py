@@ -153,15 +153,24 @@ def table() -> dict[str, Any]:
         "measured": "today",
         "left_out": {},
         "by_batch": [
-            {"batch": 8, "plain_ms": 10.0, "draft_cost": 0.1, "row_cost": 0.2, "largest_error": -0.24, "rounds": [one]}
+            {
+                "batch": 8,
+                "plain_ms": 10.0,
+                "plain_spread": 0.3,
+                "draft_cost": 0.1,
+                "row_cost": 0.2,
+                "largest_error": -0.24,
+                "rounds": [one],
+            }
         ],
     }
 
 
-def test_a_poor_fit_is_said(table: dict[str, Any]) -> None:
+def test_a_poor_fit_and_a_busy_machine_are_said(table: dict[str, Any]) -> None:
     text = render_cost({"drafter": "eagle3", "loop": table, "served": None})
     assert "warning: at batch 8 the fitted cost of a round is off by up to -24%" in text
-    table["by_batch"][0]["largest_error"] = 0.14
+    assert "warning: at batch 8 plain steps were 30% apart; measure again while nothing else runs" in text
+    table["by_batch"][0] |= {"largest_error": 0.14, "plain_spread": 0.1}
     assert "warning" not in render_cost({"drafter": "eagle3", "loop": table, "served": None})
 
 
