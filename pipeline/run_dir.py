@@ -27,13 +27,15 @@ from drafthead.data.files import digest, read_json, sha256_of, write_json, write
 from drafthead.pipeline.cache import cache_dir
 from drafthead.pipeline.export.folder import served_path
 from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe, lora_of
-from drafthead.pipeline.target import Target, open_target
+from drafthead.pipeline.target import Target, known_sha256, open_target
 
 MANIFEST = "manifest.json"
 INGREDIENTS = "ingredients.json"
 MERGED_TARGET = "target"
 """Below the train folder: the target that a joint training (Medusa-2) changed."""
 FORMAT = 1
+TORN_AFTER_S = 3600
+"""A temporary file that is younger may be another command's, which is writing it."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -103,8 +105,37 @@ class Run:
         """Folder of a finished stage that the caller reads."""
         folder = self.folder(name)
         if not (folder / MANIFEST).is_file():
-            raise InputError(f"{self.path}: stage {name} has not finished; run `drafthead {name} {self.path}`")
+            raise InputError(f"{self.path}: {self._why_unfinished(name)}; run `drafthead {name} {self.path}`")
+        self._check_contents(name, read_json(folder / MANIFEST))
         return folder
+
+    def _why_unfinished(self, name: str) -> str:
+        """That a stage was not run, or what has changed since it was."""
+        link = self.path / name
+        if self.stages[name].shared and link.is_symlink() and (link / INGREDIENTS).is_file():
+            before = read_json(link / INGREDIENTS)
+            if before != self.ingredients(name):
+                return f"stage {name} has finished with other settings ({self._explain(name, before)}), not with these"
+        return f"stage {name} has not finished"
+
+    def _check_contents(self, name: str, manifest: dict[str, Any]) -> None:
+        """Hold what later stages compute from against its checksums, once.
+
+        Raises:
+            InputError: A file was changed since the stage finished: a head that was not trained would be exported.
+        """
+        if name in self._sound:
+            return
+        folder = self.folder(name)
+        files = [file for file in manifest["sha256"] if _is_computed_from(file) and (folder / file).is_file()]
+        for file, found in zip(files, known_sha256([folder / file for file in files]), strict=True):
+            if found != manifest["sha256"][file]:
+                raise InputError(f"{folder}/{file}: changed since the stage finished; remove {folder}")
+        self._sound.add(name)
+
+    @functools.cached_property
+    def _sound(self) -> set[str]:
+        return set()
 
     def report(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = read_json(self.input(name) / "report.json")
@@ -158,6 +189,7 @@ class Run:
         missing = [file for file, size in manifest["files"].items() if _size(folder / file) != size]
         if missing:
             raise InputError(f"{folder}/{missing[0]}: missing or changed since the stage finished; remove {folder}")
+        self._check_contents(name, manifest)
         return True
 
     def run_stage(self, name: str) -> bool:
@@ -205,7 +237,7 @@ class Run:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not path.name.startswith(".") and "wandb" not in path.parts
         }
-        small = {file: sha256_of(folder / file) for file, size in files.items() if size < 2**24}
+        hashed = [file for file, size in files.items() if size < 2**24 or _is_computed_from(file)]
         write_json(
             folder / MANIFEST,
             {
@@ -215,7 +247,7 @@ class Run:
                 "counts": counts,
                 "seconds": round(seconds, 1),
                 "files": files,
-                "sha256": small,
+                "sha256": {file: sha256_of(folder / file) for file in hashed},
                 **provenance(),
             },
         )
@@ -264,6 +296,7 @@ def create_run(recipe: Recipe, stages: dict[str, Stage]) -> Run:
         if not stage.shared:  # before the recipe of what is there is overwritten
             run.check_settings(name)
     path.mkdir(parents=True, exist_ok=True)
+    _remove_old_torn_files(path)
     write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     run.save()
     return run
@@ -346,10 +379,22 @@ def _locked(folder: Path) -> Iterator[None]:
 def _remove_torn_files(folder: Path) -> None:
     """Remove what a killed try had half written; the lock says that nobody writes it now."""
     for path in list(folder.rglob(".*.part")):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove_old_torn_files(path: Path) -> None:
+    """Remove what killed commands left half written or half replaced beside a run's stages, where no lock tells."""
+    for torn in [*path.glob(".*.part"), *path.glob(".*.old")]:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - torn.lstat().st_mtime > TORN_AFTER_S:
+                _remove(torn)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
@@ -368,6 +413,13 @@ def difference(old: Any, new: Any, where: tuple[str, str], prefix: str = "") -> 
         ]
         return ", ".join(parts[:3])
     return f"{prefix.removeprefix('settings.')}: {old!r} {where[0]}, {new!r} {where[1]}"
+
+
+def _is_computed_from(file: str) -> bool:
+    """Whether later stages compute from a file, and no checksums but the manifest's tell when it was changed."""
+    path = Path(file)
+    is_apart = path.name.startswith("shard-") or {"checkpoints", MERGED_TARGET} & set(path.parts)
+    return path.suffix in (".safetensors", ".parquet", ".jsonl") and path.name != "log.jsonl" and not is_apart
 
 
 def _size(path: Path) -> int:

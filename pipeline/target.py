@@ -443,10 +443,17 @@ BUILTIN: dict[str, Callable[[Path], None]] = {
 
 def hash_files(files: list[Path]) -> str:
     """Hash of the files' names and contents."""
-    known = _known_hashes()
-    text = "".join(f"{path.name} {known.of(path)}\n" for path in files)
-    known.save()
+    hashes = zip(files, known_sha256(files), strict=True)
+    text = "".join(f"{path.name} {found}\n" for path, found in hashes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def known_sha256(files: list[Path]) -> list[str]:
+    """sha256 of each file, read only where it has changed since it was last asked for."""
+    known = _known_hashes()
+    found = [known.of(path) for path in files]
+    known.save()
+    return found
 
 
 class _known_hashes:  # noqa: N801

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from drafthead.data.errors import InputError
+from drafthead.data.files import read_json, sha256_of, write_json
 from drafthead.eval.intervals import summarize_with_intervals
 from drafthead.pipeline import compare_times
 from drafthead.pipeline.compare import compare
@@ -32,6 +33,9 @@ def other_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     tensors = load_file(path / "train" / "head.safetensors")
     tensors["lm_head.weight"][::2] *= 3
     save_file(tensors, path / "train" / "head.safetensors")
+    manifest = read_json(path / "train" / "manifest.json")
+    manifest["sha256"]["head.safetensors"] = sha256_of(path / "train" / "head.safetensors")
+    write_json(path / "train" / "manifest.json", manifest)
     return open_run(path, STAGES, [])
 
 

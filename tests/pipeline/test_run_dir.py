@@ -56,7 +56,7 @@ class Counting:
         """A file of lines that is gone on with; fails after the first line if asked to."""
         self.note(name)
         time.sleep(self.pause_s)
-        part, whole = run.folder(name) / "part.txt", run.folder(name) / "whole.txt"
+        part, whole = run.folder(name) / "part.txt", run.folder(name) / "whole.jsonl"
         lines = part.read_text().split() if part.exists() else []
         for number in range(len(lines), 3):
             part.write_text(" ".join([*lines, f"line{number}"]))
@@ -182,12 +182,37 @@ def test_settings_that_the_output_does_not_depend_on_may_change(counting: Counti
 def test_a_damaged_output_is_noticed(name: str, damage: str, counting: Counting, tmp_path: Path) -> None:
     run = make(counting, tmp_path, "a")
     run_all(run)
-    path = run.folder(name) / "whole.txt"
+    path = run.folder(name) / "whole.jsonl"
     path.unlink() if damage == "missing" else path.write_text("line0")
     with pytest.raises(InputError) as caught:
         run.run_stage(name)
     assert str(path) in str(caught.value)
     assert "remove" in str(caught.value)
+
+
+def test_an_output_of_the_same_size_and_time_is_noticed(counting: Counting, tmp_path: Path) -> None:
+    """Another map of the same length, a head of another training: what is behind would be made from it."""
+    run_all(make(counting, tmp_path, "a"))
+    run = make(counting, tmp_path, "a")
+    path = run.folder("shared") / "whole.jsonl"
+    stat = path.stat()
+    path.write_text(path.read_text().replace("line2", "line7"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for look in (run.run_stage, run.input):
+        with pytest.raises(InputError, match=r"shared-\w+/whole\.jsonl: changed since the stage finished; remove"):
+            look("shared")
+    with pytest.raises(InputError, match="changed since the stage finished"):
+        run.run_stage("own")
+
+
+def test_an_input_of_other_settings_says_which(counting: Counting, tmp_path: Path) -> None:
+    """As of a target that was changed since: not only that the stage has not finished."""
+    make(counting, tmp_path, "a").run_stage("shared")
+    changed = make(counting, tmp_path, "a", "encode.max_length=99")
+    with pytest.raises(
+        InputError, match=r"stage shared has finished with other settings .*max_length: 1024 there, 99 now"
+    ):
+        changed.input("shared")
 
 
 def test_a_killed_stage_goes_on_with_what_it_wrote(counting: Counting, tmp_path: Path) -> None:
@@ -201,7 +226,7 @@ def test_a_killed_stage_goes_on_with_what_it_wrote(counting: Counting, tmp_path:
         assert read_json(run.path / "run.json")["stages"]["shared"]["state"] == "running"
     counting.fail = False
     assert run.run_stage("shared")
-    assert (run.folder("shared") / "whole.txt").read_text().split() == ["line0", "line1", "line2"]
+    assert (run.folder("shared") / "whole.jsonl").read_text().split() == ["line0", "line1", "line2"]
     assert run.record["stages"]["shared"]["state"] == "finished"
 
 
@@ -213,7 +238,21 @@ def test_torn_files_of_a_killed_try_are_swept_away(counting: Counting, tmp_path:
     (folder / ".shard.safetensors.abc.part").write_bytes(b"torn")
     run.run_stage("shared")
     assert list(folder.rglob("*.part*")) == []
-    assert set(read_json(folder / "manifest.json")["files"]) == {"whole.txt", "ingredients.json"}
+    assert set(read_json(folder / "manifest.json")["files"]) == {"whole.jsonl", "ingredients.json"}
+
+
+def test_old_torn_files_beside_the_stages_are_swept_away(counting: Counting, tmp_path: Path) -> None:
+    run = make(counting, tmp_path, "a")
+    for name in (".run.json.abc.part", ".run.json.def.part"):
+        (run.path / name).write_text("torn")
+    for name in (".export.abc.part", ".export.abc.old"):
+        (run.path / name).mkdir()
+        (run.path / name / "model.safetensors").write_bytes(b"torn")
+        os.utime(run.path / name, (1, 1))
+    os.utime(run.path / ".run.json.abc.part", (1, 1))
+    make(counting, tmp_path, "a")
+    left = {path.name for end in ("part", "old") for path in run.path.glob(f".*.{end}")}
+    assert left == {".run.json.def.part"}, "another command may be writing that one"
 
 
 def test_a_cleared_cache_is_filled_again(counting: Counting, tmp_path: Path, own_cache: Path) -> None:
@@ -221,7 +260,7 @@ def test_a_cleared_cache_is_filled_again(counting: Counting, tmp_path: Path, own
     run.run_stage("shared")
     shutil.rmtree(own_cache / "stages")
     assert run.run_stage("shared")
-    assert (run.path / "shared" / "whole.txt").is_file()
+    assert (run.path / "shared" / "whole.jsonl").is_file()
 
 
 def test_a_real_folder_in_the_place_of_a_link_is_left_alone(counting: Counting, tmp_path: Path) -> None:
@@ -256,8 +295,8 @@ def test_the_manifest_says_what_made_the_output(counting: Counting, tmp_path: Pa
     assert {"python", "torch", "transformers"} <= manifest["versions"].keys()
     assert "commit" in manifest
     assert manifest["argv"]
-    assert manifest["files"]["whole.txt"] == (folder / "whole.txt").stat().st_size
-    assert manifest["sha256"]["whole.txt"] == sha256_of(folder / "whole.txt")
+    assert manifest["files"]["whole.jsonl"] == (folder / "whole.jsonl").stat().st_size
+    assert manifest["sha256"]["whole.jsonl"] == sha256_of(folder / "whole.jsonl")
 
 
 @pytest.mark.slow

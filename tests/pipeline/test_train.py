@@ -267,7 +267,7 @@ def test_the_head_with_the_longest_walk_is_kept(
     walks = iter([1.2, 1.5, 1.3, 1.4, *[1.1] * 99])
 
     def scripted(*_: Any) -> dict[str, Any]:
-        return {"per_position": [0.5], "mean_acceptance_length": next(walks)}
+        return {"per_position": [0.5], "conditional": [0.5], "mean_acceptance_length": next(walks)}
 
     monkeypatch.setattr(train_loop, "heldout_walk", scripted)
     monkeypatch.setattr(training, "heldout_walk", scripted)
