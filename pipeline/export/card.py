@@ -121,9 +121,10 @@ def _domain_row(name: str, one: dict[str, Any]) -> tuple[Any, ...]:
 def _branched(report: dict[str, Any]) -> str:
     """A tree's numbers and those of typical acceptance, each under its label."""
     rows = []
-    if tree := report.get("tree"):
-        what = f"tree of {tree['nodes']} nodes, depth {tree['depth']}"
-        rows.append((what, "lossless", tree["rounds"], _number(tree["mean_acceptance_length"])))
+    for name, kind in (("tree", "tree"), ("dynamic_tree", "tree grown in each round")):
+        if tree := report.get(name):
+            what = f"{kind} of {tree['nodes']} nodes, depth {tree['depth']}"
+            rows.append((what, "lossless", tree["rounds"], _number(tree["mean_acceptance_length"])))
     if typical := report.get("typical"):
         rule = f"NOT lossless (typical, epsilon {typical['epsilon']:g}, delta {typical['delta']:g})"
         chain = typical["chain"]

@@ -181,6 +181,8 @@ def test_the_card_labels_trees_and_typical_acceptance(facts: dict[str, Any]) -> 
     card = model_card(facts)
     assert "| tree of 63 nodes, depth 4 | lossless | 3 | 2.500 |" in card
     assert "NOT lossless" not in card
+    facts["eval"]["dynamic_tree"] = {**tree, "rounds": 2}
+    assert "| tree grown in each round of 63 nodes, depth 4 | lossless | 2 | 2.500 |" in model_card(facts)
     chain = {"k": 2, "drafts": 4, "mean_acceptance_length": 1.75}
     facts["eval"]["typical"] = {"epsilon": 0.09, "delta": 0.3, "chain": chain, "tree": tree}
     card = model_card(facts)

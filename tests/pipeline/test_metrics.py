@@ -1,6 +1,7 @@
 """`drafthead metrics` on a served page and on a log, against what a run or a card says; rates since the last look."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,6 +18,7 @@ from drafthead.pipeline.metrics import Source, measure, open_source, watch
 
 from tests.conftest import CommandLine
 
+REAL_PAGE, REAL_LOG = (Path(__file__).with_name(f"vllm_0_32_{what}.txt") for what in ("metrics", "log"))
 LINE = (
     "INFO SpecDecoding metrics: Mean acceptance length: 2.65, Accepted throughput: 82.50 tokens/s, "
     "Drafted throughput: 150.00 tokens/s, Accepted: 1650 tokens, Drafted: 3000 tokens, "
@@ -75,6 +77,19 @@ def test_the_log_and_the_page_say_the_same(drafthead: CommandLine, tmp_path: Pat
     assert (other.pop("source"), other.pop("lines")) == (f"{server}/metrics", None)
     assert one == other
     assert (one["k"], one["drafts"], one["mean_acceptance_length"]) == (3, 1000, 2.65)
+
+
+def test_what_a_real_server_wrote_is_read(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut from a vLLM 0.32 that served Medusa heads: its page before the first request, its log under four at once."""
+    monkeypatch.setattr(Pages, "text", REAL_PAGE.read_text())
+    of_page = measure(open_source(server, None), None, 0.05)
+    assert (of_page["k"], of_page["drafts"], of_page["per_position"]) == (3, 0, [None, None, None])
+    of_log = measure(open_source(None, REAL_LOG), None, 0.05)
+    text = REAL_LOG.read_text()
+    drafted, accepted = (sum(map(int, re.findall(rf"{word}: (\d+) tokens", text))) for word in ("Drafted", "Accepted"))
+    assert (of_log["lines"], of_log["k"], of_log["drafts"]) == (3, 3, drafted // 3)
+    assert (of_log["draft_tokens"], of_log["accepted_tokens"], of_log["exact"]) == (drafted, accepted, True)
+    assert sum(of_log["per_position"]) * of_log["drafts"] == pytest.approx(accepted)
 
 
 def test_drift_is_exit_1_and_says_where(drafthead: CommandLine, tmp_path: Path) -> None:

@@ -93,9 +93,7 @@ def test_the_command_that_is_printed_finds_both_files(served_run: Run, tmp_path:
 def test_every_panel_shows_names_that_are_logged(
     served_run: Run, drafthead: CommandLine, logged: dict[str, Any]
 ) -> None:
-    done = drafthead("workspace", served_run.path, "--dry-run", "--json")
-    assert done.code == 0, done.stderr
-    made = done.json()
+    made = make_workspace(served_run, None, None, dry_run=True)
     assert (made["project"], made["url"]) == ("drafthead", None)
     sections = {one["name"]: one["panels"] for one in made["sections"]}
     assert list(sections) == ["training", "acceptance", "economics"]
@@ -109,8 +107,9 @@ def test_every_panel_shows_names_that_are_logged(
     assert {"train/loss", "heldout/walk_conditional_1", "train/optimizer_ms", "eval/code/position_3"} <= shown
     assert {"served/k3/conditional_2", "served/k2/translation/accept_length", "economics/plan_k"} <= shown
     assert "step" in logged
-    text = drafthead("workspace", served_run.path, "--dry-run", "--entity", "team").stdout
-    assert text.startswith("workspace 'drafthead tiny' of project team/drafthead\n  training\n")
+    done = drafthead("workspace", served_run.path, "--dry-run", "--entity", "team")
+    assert done.code == 0, done.stderr
+    assert done.stdout.startswith("workspace 'drafthead tiny' of project team/drafthead\n  training\n")
 
 
 def test_a_run_that_is_not_evaluated_has_its_training(tiny_run: Run, cache: Path, make_run: Any) -> None:
