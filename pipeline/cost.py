@@ -10,7 +10,7 @@ head (`--drafter`) are shown and not kept.
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,6 +153,8 @@ def contexts_of(run: Run, count: int, length: int, room: int) -> list[list[int]]
         raise InputError(f"context: {length}; this target has {most} positions, and the rounds need {room}")
     rows = read_rows(run.input("encode") / "heldout.parquet")
     text = [token for row in rows for token in row.input_ids]
+    if not text:
+        raise InputError(f"{run.path}: no held-out answers, whose text the rounds begin with; set prompts.heldout")
     text *= 1 + count * length // len(text)
     return [text[place * length : (place + 1) * length] for place in range(count)]
 
@@ -189,7 +191,8 @@ def measure_served(run: Run, loop: dict[str, Any], batches: Sequence[int], ks: S
             name = "plain" if k is None else f"k{k}"
             bar.set_postfix_str(name)
             log_path = run.path / "logs" / f"cost-{name}.log"
-            found.append(measure_steps(engine_config(run, k), requests, batches, log_path, bar.update))
+            config = replace(engine_config(run, k), max_num_seqs=batches[-1])
+            found.append(measure_steps(config, requests, batches, log_path, bar.update))
     before, *drafted, after = found
     return {
         "measured": utc_now(),

@@ -40,6 +40,7 @@ def steps_of_vllm(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         speculative = config.speculative_config
         k = None if speculative is None else speculative["num_speculative_tokens"]
         asked.append(k)
+        assert config.max_num_seqs == max(batches), "the engine has room for the largest batch"
         for _ in range(num_answers(len(requests), batches)):
             told()
         return [
@@ -124,13 +125,16 @@ def test_batches_that_are_too_large_are_left_out(run: Run, monkeypatch: pytest.M
         measure_cost(run, SMALL)
 
 
-def test_contexts_are_different_pieces_of_real_text(run: Run) -> None:
+def test_contexts_are_different_pieces_of_real_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = contexts_of(run, 3, 24, 5)
     assert [len(ids) for ids in contexts] == [24] * 3
     assert len({tuple(ids) for ids in contexts}) == 3
     assert len(contexts_of(run, 200, 100, 5)) == 200, "however short the held-out text is"
     with pytest.raises(InputError, match=r"context: 100000; this target has \d+ positions, and the rounds need 5"):
         contexts_of(run, 1, 100_000, 5)
+    monkeypatch.setattr(cost, "read_rows", lambda path: [])
+    with pytest.raises(InputError, match="no held-out answers"):
+        contexts_of(run, 1, 24, 5)
 
 
 def test_k_goes_as_far_as_the_head(run: Run) -> None:
