@@ -124,6 +124,7 @@ def test_pipeline_kills_at_random_moments_change_nothing(tiny_run: Run, cache: P
         pipeline.kill_when(pipeline.is_through)  # the served check needs a vLLM
         for name in SAME:
             assert (pipeline.run / name).read_bytes() == (tiny_run.path / name).read_bytes(), (pipeline.run, name)
-        torn = [path for end in ("part", "old") for path in pipeline.folder.rglob(f".*.{end}")]
+        folders = [(pipeline.run / name).resolve() for name in THROUGH_EXPORT]
+        torn = [path for folder in folders for end in ("part", "old") for path in folder.rglob(f".*.{end}")]
         assert not torn, torn
         left, number = left - count, number + 1
