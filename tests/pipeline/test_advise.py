@@ -61,7 +61,7 @@ def run_folder(folder: Path, **changes: Any) -> Path:
 def finish(stage: Path, report: dict[str, Any]) -> None:
     stage.mkdir()
     write_json(stage / "report.json", report)
-    write_json(stage / "manifest.json", {})
+    write_json(stage / "manifest.json", {"sha256": {}})
 
 
 def served(k: int, length: float, ms: float | None) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def measured(run: Path, served: bool = False, key: str = "k1") -> dict[str, Any]
 
 def finish_training(run: Path) -> None:
     (run / "train").mkdir(exist_ok=True)
-    write_json(run / "train" / "manifest.json", {"key": "k1"})
+    write_json(run / "train" / "manifest.json", {"key": "k1", "sha256": {}})
 
 
 def test_measured_costs_are_used_and_said(capsys: Captured, tmp_path: Path) -> None:
