@@ -237,5 +237,5 @@ def _builtin_hashes(names: set[str]) -> dict[str, str]:
 
     if not any(name.startswith("builtin") for name in names):
         return {}
-    paths = sorted(PROMPTS.rglob("*.jsonl"))
+    paths = sorted(PROMPTS.glob("*/*.jsonl"))  # a file beside the folders is no part of the set
     return {"builtin": hashlib.sha256("".join(_hash(path) for path in paths).encode()).hexdigest()}

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafthead.data import sources
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
 from drafthead.data.template import Template
 from drafthead.eval.engine import Request, Result
 from drafthead.pipeline import prompts as prompting
-from drafthead.pipeline.prompts import SelfSample, collect_prompts, spread, usable_texts, user_turn_ids
+from drafthead.pipeline.prompts import (
+    SelfSample,
+    collect_prompts,
+    file_hashes,
+    spread,
+    usable_texts,
+    user_turn_ids,
+)
 from drafthead.pipeline.run_dir import Run
 
 MakeRun = Any
@@ -132,6 +140,20 @@ def test_a_held_out_share_keeps_equal_first_texts_on_one_side(share: float, make
     assert len(train) + len(held) == 30
     assert not first_texts(train) & first_texts(held)
     assert abs(len(held) - share * 30) <= 3
+
+
+def test_the_builtin_set_is_known_by_its_folders_alone(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new file of prompts beside them must not make every run's answers those of another set."""
+    shutil.copytree(sources.PROMPTS, tmp_path / "prompts")
+    monkeypatch.setattr(sources, "PROMPTS", tmp_path / "prompts")
+    run = make_run("beside", "prompts={sources: [{source: builtin}], heldout: [{source: builtin}]}")
+    before = file_hashes(run)
+    (tmp_path / "prompts" / "more.jsonl").write_text("{}")
+    assert file_hashes(run) == before
+    (tmp_path / "prompts" / "train" / "more.jsonl").write_text("{}")
+    assert file_hashes(run) != before
 
 
 def test_the_builtin_halves_share_no_first_text(make_run: MakeRun) -> None:
