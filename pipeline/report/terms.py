@@ -169,6 +169,11 @@ TERMS: dict[str, Term] = {
     "plain_drift": Term(
         "drift", "plain_drift", "Plain steps timed last over those timed first, less 1: how steady the machine was."
     ),
+    "plain_spread": Term(
+        "spread",
+        "plain_spread",
+        "How far apart the middle half of the plain steps' times are, over their median: large on a busy machine.",
+    ),
     "cost_context": Term("context", "context", "Tokens of each request before the round."),
     "poor_fit": Term(
         "largest error",

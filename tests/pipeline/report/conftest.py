@@ -71,6 +71,7 @@ def measured_cost(head_key: str) -> dict[str, Any]:
         BatchTimes(
             batch=batch,
             plain_s=0.031 + batch / 900,
+            plain_spread=batch / 30,
             target_s={k: 0.032 + batch * (k + 1) / 800 for k in (1, 3)},
             draft_s={k: 0.0023 * k for k in (1, 3)},
         )
