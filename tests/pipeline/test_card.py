@@ -193,13 +193,16 @@ def test_the_card_labels_trees_and_typical_acceptance(facts: dict[str, Any]) -> 
 def test_the_card_says_what_was_not_seen(facts: dict[str, Any]) -> None:
     facts["serve_check"]["ok"] = False
     assert "vLLM served the head NOT as predicted" in model_card(facts)
+    assert "Positions up to 2048 are served." in model_card(facts)
     facts |= {"serve_check": None, "advice": "stage serve-check has not finished", "quantization": "awq"}
+    facts["position_limit"] = None
     facts["eval"] |= {"temperature": 0.7, "identical_to_plain": None}
     card = model_card(facts)
     assert "## Served by vLLM" not in card
     for text in ("Served by: no server yet", "Not known yet (stage serve-check", "quantised (awq)", "measured at 0.7."):
         assert text in card
     assert "are accepted less" not in card
+    assert "Positions" not in card
 
 
 def test_a_domain_cannot_break_the_tables(facts: dict[str, Any]) -> None:
