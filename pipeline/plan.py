@@ -16,8 +16,8 @@ from drafthead.pipeline.heads.warm_start import check_warm_start, draft_vocab_si
 from drafthead.pipeline.prompts import DEFAULT_SELF_PROMPTS, SELF
 from drafthead.pipeline.recipe import MedusaConfig, MTPConfig, Recipe, SourceConfig, lora_of
 from drafthead.pipeline.run_dir import Run
-from drafthead.pipeline.shipped import ShippedAnswers
 from drafthead.pipeline.servable import check_served
+from drafthead.pipeline.shipped import ShippedAnswers
 from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.target import Target, open_target
 

@@ -25,7 +25,7 @@ import yaml
 from drafthead.data.errors import InputError
 from drafthead.data.files import digest, read_json, sha256_of, write_json, write_text
 from drafthead.pipeline.cache import cache_dir
-from drafthead.pipeline.export.folder import served_path
+from drafthead.pipeline.export.folder import is_linked, served_path
 from drafthead.pipeline.recipe import Recipe, check_recipe, load_recipe, lora_of
 from drafthead.pipeline.target import Target, known_sha256, open_target
 
@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 INGREDIENTS = "ingredients.json"
 MERGED_TARGET = "target"
 """Below the train folder: the target that a joint training (Medusa-2) changed."""
+NOT_COMPUTED_FROM = ("log.jsonl", "rounds.jsonl")
+"""Written to be looked at."""
 FORMAT = 1
 TORN_AFTER_S = 3600
 """A temporary file that is younger may be another command's, which is writing it."""
@@ -237,7 +239,12 @@ class Run:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not path.name.startswith(".") and "wandb" not in path.parts
         }
-        hashed = [file for file, size in files.items() if size < 2**24 or _is_computed_from(file)]
+        hashed = [
+            file
+            for file, size in files.items()
+            # what is linked is the target's, whose fingerprint is a key
+            if size < 2**24 or (_is_computed_from(file) and not is_linked(folder / file))
+        ]
         write_json(
             folder / MANIFEST,
             {
@@ -419,7 +426,7 @@ def _is_computed_from(file: str) -> bool:
     """Whether later stages compute from a file, and no checksums but the manifest's tell when it was changed."""
     path = Path(file)
     is_apart = path.name.startswith("shard-") or {"checkpoints", MERGED_TARGET} & set(path.parts)
-    return path.suffix in (".safetensors", ".parquet", ".jsonl") and path.name != "log.jsonl" and not is_apart
+    return path.suffix in (".safetensors", ".parquet", ".jsonl") and path.name not in NOT_COMPUTED_FROM and not is_apart
 
 
 def _size(path: Path) -> int:
