@@ -230,7 +230,7 @@ def test_another_target(tiny_run: Run, tiny_target: Path, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     (tmp_path / "target" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
     other = changed(tiny_run, tmp_path, "other", target=str(tmp_path / "target"))
-    with pytest.raises(InputError, match=r"stage draft-vocab has not finished"):
+    with pytest.raises(InputError, match=r"stage draft-vocab has finished with other settings"):
         check_comparable([tiny_run, other], CompareOptions())
     for name in ("draft-vocab", "train"):  # as if trained
         shutil.copytree(tiny_run.folder(name), other.folder(name), dirs_exist_ok=True)
