@@ -70,6 +70,7 @@ STAGES: dict[str, Stage] = {
             settings=_prompts_settings,
             work=collect_prompts,
             shared=True,
+            version=2,
             extra=file_hashes,
         ),
         Stage(
@@ -78,6 +79,7 @@ STAGES: dict[str, Stage] = {
             settings=_respond_settings,
             work=respond,
             shared=True,
+            version=2,
             extra=shipped_hash,
         ),
         Stage(
@@ -86,6 +88,7 @@ STAGES: dict[str, Stage] = {
             settings=_encode_settings,
             work=encode,
             shared=True,
+            version=2,
         ),
         Stage(
             name="draft-vocab",

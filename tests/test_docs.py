@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from drafthead.pipeline.cli import parse
+from drafthead.pipeline.arguments import parse
 from drafthead.pipeline.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from drafthead.data.files import write_json
 from drafthead.eval.acceptance import RequestRounds
-from drafthead.pipeline import cli
+from drafthead.pipeline.arguments import parse
+from drafthead.pipeline.cli import report_errors
 from drafthead.pipeline.rounds import write_rounds
 
 Captured = pytest.CaptureFixture[str]
@@ -28,9 +29,9 @@ EVAL = {
 
 def plan(*words: object) -> int:
     """Run the command in this process; returns its exit code."""
-    arguments = cli.parse(["plan", *map(str, words)])
+    arguments = parse(["plan", *map(str, words)])
     try:
-        with cli.report_errors():
+        with report_errors():
             return int(arguments.command(arguments))
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -268,7 +269,7 @@ def test_a_run_without_costs_says_what_would_give_them(capsys: Captured, tmp_pat
 
 def test_help_has_an_example_and_tells_the_two_plans_apart(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
-        cli.parse(["plan", "--help"])
+        parse(["plan", "--help"])
     said = capsys.readouterr().out
     assert "drafthead plan --conditional 0.8,0.6,0.5 --draft-cost 0.1 --row-cost 0.35" in said
     assert "drafthead run RECIPE --plan" in said

@@ -11,7 +11,8 @@ from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
 from drafthead.eval.engine import is_available
 from drafthead.eval.served_cost import ServedSteps, num_answers
-from drafthead.pipeline import cli, cost
+from drafthead.pipeline import cost
+from drafthead.pipeline.arguments import parse
 from drafthead.pipeline.cost import CostOptions, choose_ks, contexts_of, measure_cost
 from drafthead.pipeline.cost_table import render_cost
 from drafthead.pipeline.recipe import load_recipe
@@ -59,7 +60,7 @@ def steps_of_vllm(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 
 def planned(capsys: pytest.CaptureFixture[str], run: Run) -> Any:
-    arguments = cli.parse(["plan", str(run.path), "--json"])
+    arguments = parse(["plan", str(run.path), "--json"])
     assert arguments.command(arguments) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -17,7 +17,8 @@ from drafthead.data.files import read_json, sha256_of, write_json
 from drafthead.data.shards import ShardWriter, Store
 from drafthead.data.store_format import RowPlace, StoreInfo, digest_of, row_places
 from drafthead.eval.states import StateRecorder
-from drafthead.pipeline import cli, store_verify
+from drafthead.pipeline import store_verify
+from drafthead.pipeline.arguments import parse
 from drafthead.pipeline.store_verify import find_stores, verify
 from drafthead.pipeline.target import Target
 from safetensors.torch import load_file, save_file
@@ -303,7 +304,7 @@ def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
 
 
 def run(*words: object) -> int:
-    arguments = cli.parse(["store", "verify", *map(str, words), "--json"])
+    arguments = parse(["store", "verify", *map(str, words), "--json"])
     code: int = arguments.command(arguments)
     return code
 

@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 from drafthead.eval.cost_fit import POOR_FIT
-from drafthead.pipeline import cli
+from drafthead.pipeline.arguments import parse
+from drafthead.pipeline.cli import report_errors
 from drafthead.pipeline.report.curves import draw, ticks
 from drafthead.pipeline.report.page import TEMPLATE
 from drafthead.pipeline.report.terms import TERMS
@@ -29,9 +30,9 @@ def page_of(run: Path) -> Shown:
 
 def command(*words: object) -> int:
     """Run the command line in this process; returns its exit code."""
-    arguments = cli.parse(list(map(str, words)))
+    arguments = parse(list(map(str, words)))
     try:
-        with cli.report_errors():
+        with report_errors():
             return int(arguments.command(arguments))
     except SystemExit as stop:
         return int(stop.code or 0)
