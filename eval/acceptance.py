@@ -1,9 +1,9 @@
 """Every acceptance number under its own name, and the walk that predicts what a server will count.
 
 A **round** is one pass of the target over up to k draft tokens: `accepted` of them (0 to k) are kept and the target
-adds one token of its own. The token after the prompt comes from the prefill and belongs to no round. A drafter without a
-trained head may propose fewer than k tokens, or none: vLLM counts no round without a draft (v1/core/sched/scheduler.py,
-`update_from_output`), nor is it one here; only `tokens_per_pass` knows of those passes.
+adds one token of its own. The token after the prompt comes from the prefill and belongs to no round. A drafter without
+a trained head may propose fewer than k tokens, or none: vLLM counts no round without a draft
+(v1/core/sched/scheduler.py, `update_from_output`), nor is it one here; only `tokens_per_pass` knows of those passes.
 """
 
 from collections.abc import Iterable, Sequence
