@@ -26,6 +26,16 @@ class RequestRounds:
     drafted: list[int] | None = None
     """Draft tokens proposed, pass by pass, and none in some; k each unless given. `accepted` has as many entries."""
 
+    @property
+    def rounds(self) -> int:
+        """Passes that had a draft."""
+        return len(self.accepted) if self.drafted is None else sum(count > 0 for count in self.drafted)
+
+    @property
+    def tokens_of_rounds(self) -> int:
+        """`num_tokens` without those of the passes that had no draft, which gave one each."""
+        return self.num_tokens - (len(self.accepted) - self.rounds)
+
 
 def summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
     """Compute the numbers of `drafthead eval --json`, over all requests and by domain.
@@ -148,18 +158,15 @@ def walk(hits_TK: Tensor, first: int, last: int, text_last: int | None = None) -
 
 
 def _summarize(requests: Sequence[RequestRounds], k: int) -> dict[str, Any]:
-    drafted = [[k] * len(one.accepted) if one.drafted is None else one.drafted for one in requests]
-    kept = [count for request in requests for count in request.accepted]
-    proposed = [count for counts in drafted for count in counts]
+    kept = [count for one in requests for count in one.accepted]
+    proposed = [
+        count for one in requests for count in ([k] * len(one.accepted) if one.drafted is None else one.drafted)
+    ]
     if k < 1 or not all(0 <= a <= b <= k for a, b in zip(kept, proposed, strict=True)):
         raise InputError(f"k={k}: rounds accept between 0 and k draft tokens, these {_extremes(kept)}")
     per_pos = [sum(count > position for count in kept) for position in range(k)]
-    summary = _rates(sum(count > 0 for count in proposed), per_pos, sum(proposed))
-    lengths = []
-    for request, counts in zip(requests, drafted, strict=True):
-        undrafted = counts.count(0)  # passes that gave one token, and are no rounds
-        if rounds := len(counts) - undrafted:
-            lengths.append((request.num_tokens - undrafted) / rounds)
+    summary = _rates(sum(one.rounds for one in requests), per_pos, sum(proposed))
+    lengths = [one.tokens_of_rounds / one.rounds for one in requests if one.rounds]
     summary["mean_of_requests_acceptance_length"] = _ratio(sum(lengths), len(lengths))
     if any(request.drafted is not None for request in requests):
         tokens = sum(request.num_tokens for request in requests)

@@ -63,19 +63,12 @@ def bounded(number: Quotient, least: float, most: float) -> list[float] | None:
 
 def pooled_length(requests: Sequence[RequestRounds]) -> Quotient:
     """1 + accepted / rounds, pooled."""
-    return Quotient.of([(sum(one.accepted) + rounds(one), rounds(one)) for one in requests])
+    return Quotient.of([(sum(one.accepted) + one.rounds, one.rounds) for one in requests])
 
 
 def mean_of_requests(requests: Sequence[RequestRounds]) -> Quotient:
     """Mean over requests of tokens / rounds, without the tokens of passes that had no draft."""
-    counts = [(one, rounds(one)) for one in requests]
-    undrafted = [len(one.accepted) - count for one, count in counts]
-    return Quotient.of(
-        [
-            ((one.num_tokens - without) / count, 1) if count else (0, 0)
-            for (one, count), without in zip(counts, undrafted, strict=True)
-        ]
-    )
+    return Quotient.of([(one.tokens_of_rounds / one.rounds, 1) if one.rounds else (0, 0) for one in requests])
 
 
 def tokens_per_pass(requests: Sequence[RequestRounds]) -> Quotient:
@@ -85,9 +78,4 @@ def tokens_per_pass(requests: Sequence[RequestRounds]) -> Quotient:
 
 def position_rate(requests: Sequence[RequestRounds], place: int) -> Quotient:
     """Share of rounds that kept the first `place` + 1 draft tokens."""
-    return Quotient.of([(sum(count > place for count in one.accepted), rounds(one)) for one in requests])
-
-
-def rounds(request: RequestRounds) -> int:
-    """Passes that had a draft."""
-    return len(request.accepted) if request.drafted is None else sum(count > 0 for count in request.drafted)
+    return Quotient.of([(sum(count > place for count in one.accepted), one.rounds) for one in requests])
