@@ -81,6 +81,11 @@ def difference_interval(
     return _around(one.value - other.value, one.redrawn(times_SN) - other.redrawn(other_times_SN), count, level)
 
 
+def listed(found: Interval | None) -> list[float] | None:
+    """As JSON gives it back."""
+    return None if found is None else list(found)
+
+
 def excludes_zero(found: Interval | None) -> bool:
     return found is not None and (found[0] > 0 or found[1] < 0)
 

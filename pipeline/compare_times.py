@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafthead.eval.bootstrap import Quotient, interval
+from drafthead.eval.bootstrap import Quotient, interval, listed
 from drafthead.eval.cost import Cost, Timing, time_answer
 from drafthead.eval.decode import DecodeOptions
 from drafthead.pipeline.compare_contestants import Contestant, Settings
@@ -77,9 +77,9 @@ def describe_times(drafted: Timings, plain: Timings) -> dict[str, Any]:
         "speculative_ms_per_token": cost.ms_per_token,
         "speedup": alone.ms_per_token / cost.ms_per_token if alone.ms_per_token and cost.ms_per_token else None,
         "mean_ms_per_token": mean.value,
-        "mean_ms_per_token_interval": _listed(interval(mean)),
+        "mean_ms_per_token_interval": listed(interval(mean)),
         "mean_speedup": speedup.value,
-        "mean_speedup_interval": _listed(interval(speedup)),
+        "mean_speedup_interval": listed(interval(speedup)),
     }
 
 
@@ -91,7 +91,3 @@ def mean_speedup(drafted: Timings, plain: Timings) -> Quotient:
             for one, alone in zip(drafted, plain, strict=True)
         ]
     )
-
-
-def _listed(ends: tuple[float, float] | None) -> list[float] | None:
-    return None if ends is None else list(ends)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from drafthead.eval.bootstrap import Quotient, difference_interval, excludes_zero
+from drafthead.eval.bootstrap import Quotient, difference_interval, excludes_zero, listed
 
 
 def find_winner(numbers: Mapping[str, Quotient], *, more_wins: bool, what: str) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def find_winner(numbers: Mapping[str, Quotient], *, more_wins: bool, what: str) 
 def _held_against(best: Quotient, other: Quotient, name: str) -> dict[str, Any]:
     assert best.value is not None
     assert other.value is not None
-    found = difference_interval(best, other)
-    return {"name": name, "difference": best.value - other.value, "interval": None if found is None else list(found)}
+    found = listed(difference_interval(best, other))
+    return {"name": name, "difference": best.value - other.value, "interval": found}
 
 
 def _sentence(best: str, against: list[dict[str, Any]], untold: list[str], prompts: int, what: str) -> str:

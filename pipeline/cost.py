@@ -8,7 +8,6 @@ Writes `cost.json` into the run, from which `drafthead plan` takes its costs; th
 head (`--drafter`) are shown and not kept.
 """
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from drafthead.pipeline.loop import BATCH_TOKENS, MAX_K, SpeculativeLoop
 from drafthead.pipeline.measured_costs import COST_FILE, head_key, loop_cost
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import MedusaConfig
-from drafthead.pipeline.run_dir import Run, provenance
+from drafthead.pipeline.run_dir import Run, provenance, utc_now
 from drafthead.pipeline.serve_check import engine_config
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -163,10 +162,6 @@ def describe_device(device: str) -> str:
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, without CUDA graphs"
     return f"CPU, {torch.get_num_threads()} threads"
-
-
-def utc_now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------

@@ -75,12 +75,9 @@ class DrafterSpec:
         return ":".join([self.kind, *filter(None, [",".join(values)])])
 
 
-def _prepare_ngram(options: NgramOptions, around: Surroundings) -> NewDrafter:
-    return lambda: NgramDrafter(options, around.max_model_len)
-
-
-def _prepare_suffix(options: SuffixOptions, around: Surroundings) -> NewDrafter:
-    return lambda: SuffixDrafter(options, around.max_model_len)
+def _from_text(drafter: Callable[[Any, int], Drafter]) -> Callable[[Any, Surroundings], NewDrafter]:
+    """Drafters that read tokens alone, up to the server's longest text."""
+    return lambda options, around: lambda: drafter(options, around.max_model_len)
 
 
 def _serve_by(method: str) -> Callable[[Any, int], dict[str, Any]]:
@@ -140,10 +137,10 @@ KINDS: dict[str, Kind] = {
     "skip-layers": Kind(
         options=SkipLayersOptions, prepare=_prepare_skip_layers, serve=lambda options, k: None, main="layers"
     ),
-    "ngram": Kind(options=NgramOptions, prepare=_prepare_ngram, serve=_serve_by("ngram")),
+    "ngram": Kind(options=NgramOptions, prepare=_from_text(NgramDrafter), serve=_serve_by("ngram")),
     "suffix": Kind(
         options=SuffixOptions,
-        prepare=_prepare_suffix,
+        prepare=_from_text(SuffixDrafter),
         serve=_serve_by("suffix"),
         remembers=True,
         package="arctic-inference",
@@ -189,11 +186,6 @@ def parse_drafter(text: str) -> DrafterSpec:
 def prepare_drafter(spec: DrafterSpec, around: Surroundings) -> NewDrafter:
     """Load what the drafter needs; the result makes drafters that have seen nothing yet."""
     return KINDS[spec.kind].prepare(spec.options, around)
-
-
-def build_drafter(spec: DrafterSpec, around: Surroundings) -> Drafter:
-    """One drafter."""
-    return prepare_drafter(spec, around)()
 
 
 def speculative_config(spec: DrafterSpec, k: int) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from drafthead.eval.tree_dynamic import DynamicTree
 from drafthead.eval.tree_search import TreeShape, search_tree
 from drafthead.eval.typical import NEEDS_SAMPLING, Typical
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, Surroundings, prepare_drafter
-from drafthead.pipeline.heads.trained import TrainedHead
+from drafthead.pipeline.heads.trained import LoadedHead
 from drafthead.pipeline.progress import progress
 from drafthead.pipeline.recipe import TreeConfig, TypicalConfig
 from drafthead.pipeline.run_dir import Run
@@ -77,7 +77,7 @@ class SpeculativeLoop:
         self.batch_size = settings.batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, settings.dtype)
-        self._trained = TrainedHead.load(run, self.device, dtype) if spec is None else None
+        self._trained = LoadedHead.load(run, self.device, dtype) if spec is None else None
         target = run.served_target
         model = target.load(dtype, self.device) if model is None else model
         self.target = loop_target(model, [] if self._trained is None else self._trained.aux_layers)
@@ -95,7 +95,7 @@ class SpeculativeLoop:
             self._new_drafter = prepare_drafter(spec, around)
 
     @property
-    def trained(self) -> TrainedHead:
+    def trained(self) -> LoadedHead:
         """The trained head.
 
         Raises:

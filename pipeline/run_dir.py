@@ -355,8 +355,12 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], **versions},
         "commit": _commit(),
         "argv": sys.argv,
-        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "written": utc_now(),
     }
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _commit() -> str | None:

@@ -11,7 +11,7 @@ from drafthead.pipeline.run_dir import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedHead:
+class LoadedHead:
     """The head, rounded as it is exported, and what of the target it reads."""
 
     head: Head
@@ -19,7 +19,7 @@ class TrainedHead:
     aux_layers: list[int]
 
     @classmethod
-    def load(cls, run: Run, device: str, dtype: torch.dtype) -> "TrainedHead":
+    def load(cls, run: Run, device: str, dtype: torch.dtype) -> "LoadedHead":
         """Of a run that has trained one; computes in `dtype`."""
         folder = run.input("train")
         target = run.served_target
