@@ -11,7 +11,7 @@ from typing import Any
 from drafthead.data.files import digest, read_json
 from drafthead.pipeline.export.card_facts import find_advice
 from drafthead.pipeline.export.stage import CARD, write_card
-from drafthead.pipeline.run_dir import MANIFEST, Run
+from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import Tracker
 
 ACCEPTANCE_COLUMNS = ("k", "position", "predicted", "walk on served texts", "served by vLLM")
@@ -21,10 +21,10 @@ KINDS = ("predicted", "walk", "served")
 
 def publish(run: Run) -> None:
     """Bring the card up to date and, once the head was served, log what W&B does not have yet."""
-    if not (run.folder("export") / MANIFEST).is_file():
+    if not run.has("export"):
         return
     write_card(run)
-    if not (run.folder("serve-check") / MANIFEST).is_file():
+    if not run.has("serve-check"):
         return
     metrics = result_metrics(run)
     told = digest([metrics, (run.folder("export") / CARD).read_text(encoding="utf-8")])
@@ -69,7 +69,7 @@ def result_metrics(run: Run) -> dict[str, float]:
     was timed and what `drafthead plan` makes of it.
     """
     values = acceptance_metrics("eval", run.report("eval"))
-    if (run.folder("serve-check") / MANIFEST).is_file():
+    if run.has("serve-check"):
         served = run.report("serve-check")
         for one in served["by_k"].values():
             for kind in KINDS:

@@ -103,10 +103,14 @@ class Run:
             return cache_dir() / "stages" / f"{name}-{self.key(name)}"
         return self.path / name
 
+    def has(self, name: str) -> bool:
+        """Whether a stage has written all its files; `is_finished` also looks at them."""
+        return (self.folder(name) / MANIFEST).is_file()
+
     def input(self, name: str) -> Path:
         """Folder of a finished stage that the caller reads."""
         folder = self.folder(name)
-        if not (folder / MANIFEST).is_file():
+        if not self.has(name):
             raise InputError(f"{self.path}: {self._why_unfinished(name)}; run `drafthead {name} {self.path}`")
         self._check_contents(name, read_json(folder / MANIFEST))
         return folder
@@ -179,7 +183,7 @@ class Run:
 
     def is_finished(self, name: str) -> bool:
         folder = self.folder(name)
-        if not (folder / MANIFEST).is_file():
+        if not self.has(name):
             return False
         manifest = read_json(folder / MANIFEST)
         if manifest["key"] != self.key(name):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drafthead.data.errors import InputError
 from drafthead.pipeline.publish import result_metrics
 from drafthead.pipeline.recipe import Recipe
-from drafthead.pipeline.run_dir import MANIFEST, Run
+from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.throughput import PARTS
 from drafthead.pipeline.tracking import is_logged_in
 
@@ -68,7 +68,7 @@ def make_workspace(run: Run, entity: str | None, project: str | None, *, dry_run
 def plan_sections(run: Run) -> list[Section]:
     """What the run logs by its recipe and, where it is evaluated, by its reports."""
     sections = [Section(name="training", panels=training_panels(run.recipe))]
-    if (run.folder("eval") / MANIFEST).is_file():
+    if run.has("eval"):
         names = list(result_metrics(run))
         sections.append(Section(name="acceptance", panels=acceptance_panels(names)))
         sections.append(Section(name="economics", panels=economics_panels(names)))

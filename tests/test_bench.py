@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bench_module import load_bench
+
 # where Python looks when a script of this folder runs; not for longer, since it also holds a `kernels`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from side_by_side import measure, tree, verify
@@ -28,12 +30,7 @@ FAST = Limits(seconds=0.0, min_rounds=3, warm_up=1)
 @pytest.fixture
 def bench() -> ModuleType:
     """`bench/kernels.py`; the name `kernels` belongs to others."""
-    spec = importlib.util.spec_from_file_location("bench_kernels", BENCH / "kernels.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("kernels")
 
 
 def test_no_kernels_package_is_found(bench: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """The comparison after equal minutes: what it takes from a run, whom it serves, and what it says of the two."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,17 +11,12 @@ from drafthead.data.files import read_jsonl, write_json
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.train_inputs import Inputs
 
-BENCH = Path(__file__).resolve().parents[1] / "bench" / "equal_minutes.py"
+from tests.bench_module import load_bench
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_equal_minutes", BENCH)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("equal_minutes")
 
 
 def test_the_minutes_are_those_of_the_steps(bench: ModuleType, tiny_run: Run) -> None:

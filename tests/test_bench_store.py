@@ -1,27 +1,19 @@
 """The benchmark of stored types: it codes the states of one capture again, which gives the files that capture gives."""
 
-import importlib.util
 import shutil
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from drafthead.eval.acceptance import RequestRounds
 from drafthead.pipeline.run_dir import MANIFEST, Run
 
+from tests.bench_module import load_bench
 from tests.conftest import MakeRun
-
-BENCH = Path(__file__).resolve().parents[1] / "bench" / "store.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_store", BENCH)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_bench("store")
 
 
 def captured(make_run: MakeRun, name: str, *overrides: str) -> Run:

@@ -23,7 +23,7 @@ def card_facts(run: Run) -> dict[str, Any]:
         InputError: The run is not exported yet.
     """
     recipe = run.recipe
-    has_served = (run.folder("serve-check") / MANIFEST).is_file()
+    has_served = run.has("serve-check")
     described = read_json(run.input("train") / "head.json")
     provenance = read_json(run.folder("serve-check" if has_served else "eval") / MANIFEST)
     base = describe_base(recipe.target, run.target.path)

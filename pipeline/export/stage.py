@@ -59,7 +59,7 @@ def write_card(run: Run) -> bool:
     path = folder / CARD
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
-    if (folder / MANIFEST).is_file():
+    if run.has("export"):
         manifest = read_json(folder / MANIFEST)
         if CARD in manifest["files"]:
             manifest = {**manifest, **{part: _without(manifest[part], CARD) for part in ("files", "sha256")}}

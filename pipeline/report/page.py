@@ -34,6 +34,7 @@ GATES = (
     ("MaskGate", "encode", "contexts equal served prompts; every answer's first draft slot is supervised"),
     ("VocabGate", "draft-vocab", "sizes, offsets, special tokens and coverage of the draft vocabulary"),
     ("FeatureGate", "capture", "stored last states give the target's logits; no zero, NaN, constant or short rows"),
+    ("LoopGate", "eval", "the evaluation loop's logits behind a prompt are the model's own"),
     ("RopeGate", "export", "rotary frequencies and position limit are those trained with"),
     ("ExportGate", "export", "tensors, names, shapes, dtypes, config and draft map are what vLLM expects"),
     ("ServedGate", "serve-check", "served text equals plain text; acceptance within the tolerance of the predicted"),

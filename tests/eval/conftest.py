@@ -8,29 +8,14 @@ import torch
 from drafthead.eval.hf_target import HFTarget
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.eval.speculation import AUX, BEHIND, LENGTHS, D, V
+from tests.eval.speculation import AUX, BEHIND, LENGTHS, SMALL, V, random_model
 
 
 @pytest.fixture(scope="session")
 def model() -> Any:
-    """Four random layers, strong enough that greedy texts wander instead of repeating one token."""
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return LlamaForCausalLM(config).eval().requires_grad_(False)
+    """Four random layers."""
+    config = LlamaConfig(**SMALL, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+    return random_model(LlamaForCausalLM, config, seed=3)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,25 @@ LENGTHS = [3, 9, 1, 6, 12, 2, 4, 5]
 NO_END = 10_000
 DRAFTED = [0, 1, 3, 4, 5, 7, 8, 10, 12, 13]
 """The draft vocabulary."""
+SMALL: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+}
+"""A target's configuration; its layers are strong enough that greedy texts wander instead of repeating one token."""
+
+
+def random_model(kind: Any, config: Any, seed: int) -> Any:
+    """A model of random weights, the same whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).eval().requires_grad_(False)
 
 
 class Scripted:
@@ -109,3 +128,24 @@ def chi_square_p(tokens: list[int], probabilities_V: Tensor) -> float:
     expected = torch.cat([expected_V[common], expected_V[~common].sum()[None]]).clamp_min(1e-3)
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor(int(common.sum()) / 2).double(), statistic / 2))
+
+
+def observed(make: Any, model: Any, prompts: list[list[int]], texts: list[list[int]]) -> Any:
+    """A drafter that has observed the prompts and the token behind each."""
+    recorder = StateRecorder(model, AUX)
+    passes = [pass_over(recorder, prompt) for prompt in prompts]
+
+    def padded(tensors: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    states = TargetPass(
+        logits_BQV=torch.empty(len(prompts), 0, V),
+        aux_BQAD=padded([one.aux_BQAD[0] for one in passes]),
+        last_BQD=padded([one.last_BQD[0] for one in passes]),
+    )
+    next_BQ = padded([torch.tensor(text[1 : len(p) + 1]) for text, p in zip(texts, prompts, strict=True)])
+    drafter = make(model)
+    drafter.start(prompts, next_BQ.shape[1] + 8)
+    position_BQ = torch.arange(next_BQ.shape[1]).expand_as(next_BQ)
+    drafter.observe(next_BQ, states, position_BQ, torch.tensor([len(prompt) for prompt in prompts]))
+    return drafter

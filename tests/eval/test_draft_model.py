@@ -17,7 +17,7 @@ from drafthead.eval.drafters.shared_vocab import SharedVocabulary
 from drafthead.eval.hf_target import HFTarget
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.eval.speculation import NO_END, V, tokens_of
+from tests.eval.speculation import NO_END, V, random_model, tokens_of
 from tests.eval.watched import Watched
 
 OPTIONS = DecodeOptions(max_new_tokens=17, end_ids=[NO_END])
@@ -35,9 +35,7 @@ def small(seed: int, vocab: int = V, scale: float = 0.4) -> Any:
         initializer_range=scale,
         pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return random_model(LlamaForCausalLM, config, seed)
 
 
 def greedy(model: Any, text: list[int], k: int) -> list[int]:

@@ -15,7 +15,7 @@ from drafthead.eval.hf_target import HFTarget
 from torch import nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from tests.eval.speculation import NO_END, D, V, tokens_of
+from tests.eval.speculation import NO_END, SMALL, random_model, tokens_of
 from tests.eval.watched import Watched
 
 OPTIONS = DecodeOptions(max_new_tokens=17, end_ids=[NO_END])
@@ -77,23 +77,9 @@ def test_a_batch_drafts_what_each_request_would_alone(target: HFTarget, prompts:
 
 def test_the_layers_that_stay_keep_their_masks() -> None:
     """Layers see four positions, all, four, all: with the second one skipped the third must still see four."""
-    config = Qwen3Config(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.4,
-        pad_token_id=0,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        use_sliding_window=True,
-        sliding_window=4,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        mixed = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Qwen3Config(**SMALL, layer_types=kinds, use_sliding_window=True, sliding_window=4)
+    mixed = random_model(Qwen3ForCausalLM, config, seed=8)
     target = HFTarget(mixed, [])
     drafter = Watched(SkipLayers(target, [1]))
     decode(target, drafter, [[3, 1, 4, 1, 5, 9, 2, 6, 5]], 3, OPTIONS)

@@ -29,6 +29,7 @@ from tests.eval.speculation import (
     chi_square_p,
     make_eagle3,
     make_medusa,
+    observed,
     pass_over,
     tokens_of,
 )
@@ -235,30 +236,12 @@ def test_every_node_of_a_drafted_tree_follows_its_own_path(
     model: Any, prompts: list[list[int]], texts: list[list[int]], make: Any
 ) -> None:
     """A node's token is the one of its rank after its own ancestors, drafted as a chain by a drafter of its own."""
-    drafter, recorder = make(model), StateRecorder(model, AUX)
+    drafter = observed(make, model, prompts, texts)
     shape = BUSHY if drafter.max_depth >= 4 else SHALLOW
-    passes = [pass_over(recorder, prompt) for prompt in prompts]
-    width = max(len(prompt) for prompt in prompts)
-
-    def padded(tensors: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-    batch = TargetPass(
-        logits_BQV=torch.empty(len(prompts), 0, V),
-        aux_BQAD=padded([one.aux_BQAD[0] for one in passes]),
-        last_BQD=padded([one.last_BQD[0] for one in passes]),
-    )
-    next_BQ = padded([torch.tensor(text[1 : len(p) + 1]) for text, p in zip(texts, prompts, strict=True)])
-    count_B = torch.tensor([len(prompt) for prompt in prompts])
-    drafter.start(prompts, width + 5)
-    drafter.observe(next_BQ, batch, torch.arange(width).expand(len(prompts), -1), count_B)
     found_BN = drafter.draft_tree(shape)
     assert torch.equal(found_BN, drafter.draft_tree(shape)), "drafting leaves no traces"
-    for request, count in enumerate(count_B.tolist()):
-        alone = make(model)
-        alone.start([prompts[request]], count + 5)
-        position_BQ = torch.arange(count)[None]
-        alone.observe(next_BQ[request, :count][None], passes[request], position_BQ, torch.tensor([count]))
+    for request, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        alone = observed(make, model, [prompt], [text])
         for node in range(shape.num_nodes):
             path, above = [], shape.parents[node]
             while above != ROOT:

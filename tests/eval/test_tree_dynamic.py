@@ -10,8 +10,6 @@ import pytest
 import torch
 from drafthead.eval.decode import DecodeOptions, decode
 from drafthead.eval.hf_target import HFTarget
-from drafthead.eval.protocols import TargetPass
-from drafthead.eval.states import StateRecorder
 from drafthead.eval.tree_decode import decode_tree
 from drafthead.eval.tree_dynamic import DynamicTree, grow_tree
 from drafthead.kernels.verify_tree.structure import ROOT
@@ -19,14 +17,13 @@ from drafthead.pipeline.heads.recursive import RecursiveDrafter
 from torch import Tensor
 
 from tests.eval.speculation import (
-    AUX,
     DRAFTED,
     NO_END,
     V,
     chi_square_p,
     make_eagle3,
     make_medusa,
-    pass_over,
+    observed,
     tokens_of,
 )
 from tests.eval.test_tree_decode import TEMPERATURE, true_distributions
@@ -87,27 +84,6 @@ def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:
         assert ROOT <= parent < node, "parents stand before their children"
         paths.append((*(paths[parent] if parent != ROOT else ()), token))
     return paths
-
-
-def observed(make: Any, model: Any, prompts: list[list[int]], texts: list[list[int]]) -> Any:
-    """A drafter that has observed the prompts and the token behind each."""
-    recorder = StateRecorder(model, AUX)
-    passes = [pass_over(recorder, prompt) for prompt in prompts]
-
-    def padded(tensors: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-    states = TargetPass(
-        logits_BQV=torch.empty(len(prompts), 0, V),
-        aux_BQAD=padded([one.aux_BQAD[0] for one in passes]),
-        last_BQD=padded([one.last_BQD[0] for one in passes]),
-    )
-    next_BQ = padded([torch.tensor(text[1 : len(p) + 1]) for text, p in zip(texts, prompts, strict=True)])
-    drafter = make(model)
-    drafter.start(prompts, next_BQ.shape[1] + 8)
-    position_BQ = torch.arange(next_BQ.shape[1]).expand_as(next_BQ)
-    drafter.observe(next_BQ, states, position_BQ, torch.tensor([len(prompt) for prompt in prompts]))
-    return drafter
 
 
 # ---- growing ---------------------------------------------------------------------------------------------

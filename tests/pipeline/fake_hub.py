@@ -2,12 +2,12 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.pipeline.loopback import QuietHandler, serving
 
 OID = "c" * 40
 
@@ -49,7 +49,7 @@ class Hub:
 def running_hub() -> Iterator[Hub]:
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             size = self.headers.get("Content-Length")
             body = self.rfile.read(int(size)) if size else b"".join(self._chunks())
@@ -65,11 +65,5 @@ def running_hub() -> Iterator[Hub]:
                 yield self.rfile.read(size)
                 self.rfile.readline()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as hub.url:
         yield hub
-        server.shutdown()

@@ -2,12 +2,12 @@
 
 import gzip
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.pipeline.loopback import QuietHandler, serving
 
 VIEWER = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
 ENTITY = {"id": "e", "name": "me"}
@@ -61,7 +61,7 @@ class WandbServer:
 def running_wandb() -> Iterator[WandbServer]:
     wandb = WandbServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             text = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
@@ -85,11 +85,5 @@ def running_wandb() -> Iterator[WandbServer]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        wandb.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as wandb.url:
         yield wandb
-        server.shutdown()

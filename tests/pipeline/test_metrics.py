@@ -2,12 +2,10 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from drafthead.data.errors import InputError
@@ -17,6 +15,7 @@ from drafthead.pipeline.expected_rates import read_expected
 from drafthead.pipeline.metrics import Source, measure, open_source, watch
 
 from tests.conftest import CommandLine
+from tests.pipeline.loopback import QuietHandler, serving
 
 REAL_PAGE, REAL_LOG = (Path(__file__).with_name(f"vllm_0_32_{what}.txt") for what in ("metrics", "log"))
 LINE = (
@@ -37,7 +36,7 @@ def page(drafts: int, per_position: list[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Pages(BaseHTTPRequestHandler):
+class Pages(QuietHandler):
     text: ClassVar[str] = page(1000, [750, 530, 370])
 
     def do_GET(self) -> None:
@@ -45,16 +44,11 @@ class Pages(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.text.encode() if self.path == "/metrics" else b"")
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Pages) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
+    with serving(Pages) as url:
+        yield url
 
 
 def make_run(folder: Path, served: dict[int, list[int]], evaluated: list[int]) -> Path:
