@@ -9,7 +9,6 @@ of the first type, since serving has the target's own. How to read the table: be
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +28,8 @@ from drafthead.data.files import read_json  # noqa: E402
 from drafthead.data.quantize import CODES  # noqa: E402
 from drafthead.data.shards import ShardWriter, Store  # noqa: E402
 from drafthead.eval.acceptance import RequestRounds, summarize  # noqa: E402
+from drafthead.eval.bootstrap import difference_error  # noqa: E402
+from drafthead.eval.intervals import pooled_length  # noqa: E402
 from drafthead.pipeline.capture import length_batches, store_info  # noqa: E402
 from drafthead.pipeline.cores import keep_freed_memory  # noqa: E402
 from drafthead.pipeline.evaluate import load_prompts  # noqa: E402
@@ -56,8 +57,6 @@ SMALL = (
 """What makes a recipe a matter of minutes; the answers to these prompts come with the built-in target."""
 ALWAYS = ("train.evaluate_every=1000000", "train.checkpoint_every=1000000", "eval.limit=1", "eval.max_new_tokens=8")
 """An export wants an evaluation before it; here walk and server say what a head is worth."""
-DRAWS = 1000
-"""Of the held-out answers, with replacement: how uncertain a difference of two walks is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,18 +199,13 @@ def relative_error(stored: Store, wanted: Store, rows: int = 50) -> float:
 
 def compare_walks(first: dict[str, RequestRounds], other: dict[str, RequestRounds]) -> tuple[float, float]:
     """Accept length of `other` less that of `first` over the same answers, and its standard error by resampling."""
-
-    def length(requests: dict[str, RequestRounds], chosen: Sequence[str]) -> float:
-        rounds = [count for key in chosen for count in requests[key].accepted]
-        return 1 + sum(rounds) / len(rounds)
-
-    def difference(chosen: Sequence[str]) -> float:
-        return length(other, chosen) - length(first, chosen)
-
     everyone = sorted(first)
-    draw = random.Random(0)
-    drawn = torch.tensor([difference(draw.choices(everyone, k=len(everyone))) for _ in range(DRAWS)])
-    return difference(everyone), float(drawn.std())
+    before, after = (pooled_length([requests[key] for key in everyone]) for requests in (first, other))
+    error = difference_error(after, before)
+    assert before.value is not None
+    assert after.value is not None
+    assert error is not None, "two answers at least"
+    return after.value - before.value, error
 
 
 def render(rows: list[dict[str, Any]]) -> str:

@@ -55,7 +55,7 @@ def interval(one: Quotient, *, level: float = LEVEL, seed: int = 0) -> Interval 
     """Confidence interval of a number; None where fewer than two prompts have a say."""
     if one.value is None or one.count < 2:
         return None
-    return _around(one.value, one.redrawn(_draw(len(one.top_N), seed)), one.count, level)
+    return _around(one.value, _error(one.redrawn(_draw(len(one.top_N), seed)), one.count), one.count, level)
 
 
 def difference_interval(
@@ -73,12 +73,20 @@ def difference_interval(
     Returns:
         Its ends; None where fewer than two prompts have a say in either.
     """
+    error = difference_error(one, other, seed=seed, paired=paired)
+    if error is None or one.value is None or other.value is None:
+        return None
+    return _around(one.value - other.value, error, min(one.count, other.count), level)
+
+
+def difference_error(one: Quotient, other: Quotient, *, seed: int = 0, paired: bool = True) -> float | None:
+    """Standard error of `one` - `other`, as in `difference_interval`."""
     count = min(one.count, other.count)
-    if one.value is None or other.value is None or count < 2:
+    if count < 2:
         return None
     times_SN = _draw(len(one.top_N), seed)
     other_times_SN = times_SN if paired else _draw(len(other.top_N), seed + 1)
-    return _around(one.value - other.value, one.redrawn(times_SN) - other.redrawn(other_times_SN), count, level)
+    return _error(one.redrawn(times_SN) - other.redrawn(other_times_SN), count)
 
 
 def listed(found: Interval | None) -> list[float] | None:
@@ -99,9 +107,12 @@ def _draw(count: int, seed: int) -> Tensor:
     return times_SN.scatter_add_(1, drawn_SN, torch.ones_like(times_SN))
 
 
-def _around(value: float, redrawn_S: Tensor, count: int, level: float) -> Interval:
+def _error(redrawn_S: Tensor, count: int) -> float:
     # drawings vary by (N - 1) / N of the variance that the number has
-    error = float(redrawn_S[redrawn_S.isfinite()].std(correction=0)) * math.sqrt(count / (count - 1))
+    return float(redrawn_S[redrawn_S.isfinite()].std(correction=0)) * math.sqrt(count / (count - 1))
+
+
+def _around(value: float, error: float, count: int, level: float) -> Interval:
     half = student_quantile(level, count - 1) * error
     return value - half, value + half
 

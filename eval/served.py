@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from drafthead.eval.acceptance import from_counters
 from drafthead.eval.engine import DraftCounters, Engine, EngineConfig, Request, Result
 
 Progress = Callable[[int, int], None]
@@ -22,6 +23,13 @@ class Served:
     """Of `results` alone."""
     median_ms_per_token: float | None
     """Over the timed requests, prefill included; None if there were none."""
+
+    def rates(self) -> dict[str, Any]:
+        """The counters as `acceptance.from_counters` gives them."""
+        counted = self.counters
+        return from_counters(
+            counted.num_drafts, counted.num_accepted_tokens_per_pos, num_draft_tokens=counted.num_draft_tokens
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,10 +150,7 @@ def _compare(
     options = EvalOptions(k=k, temperature=0.0, max_new_tokens=max_new_tokens, limit=None)
     drafted = loop.generate(prompts, options, k=k)
     predicted = summarize(requests_of(prompts, drafted), k)
-    counters = served.counters
-    counted = from_counters(
-        counters.num_drafts, counters.num_accepted_tokens_per_pos, num_draft_tokens=counters.num_draft_tokens
-    )
+    counted = served.rates()
     by_loop = compare(predicted, counted, same, len(prompts), settings.tolerance)
     walked, by_walk = None, by_loop
     if survived is None:

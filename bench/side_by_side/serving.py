@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.files import read_json, write_json
-from drafthead.eval.acceptance import from_counters
 from drafthead.eval.engine import EngineConfig, Request
 from drafthead.eval.served import measure
 from drafthead.pipeline.loop import Prompt
@@ -33,12 +32,8 @@ def serve_head(
             for number, prompt in enumerate(prompts)
         ]
         found = measure(config, requests, [], report.with_suffix(".log"))
-        counters = found.counters
-        served = from_counters(
-            counters.num_drafts, counters.num_accepted_tokens_per_pos, num_draft_tokens=counters.num_draft_tokens
-        )
         texts = [found.results[str(number)].token_ids for number in range(len(prompts))]
-        write_json(report, {"served": served, "texts": texts})
+        write_json(report, {"served": found.rates(), "texts": texts})
     value: dict[str, Any] = read_json(report)
     return value
 
