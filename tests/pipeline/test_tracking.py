@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 from drafthead.data.errors import InputError
 from drafthead.pipeline.tracking import Tracker, is_logged_in, run_id, sync_command, tracking_mode
 
@@ -152,3 +153,25 @@ def test_a_server_that_does_not_answer_leaves_files(
     assert [row["loss"] for path in wandb_files(run) for row in history(path)] == [2.5]
     (warning,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
     assert warning.startswith("WARNING: W&B did not start (")
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_holds_a_run_up_no_longer_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr("drafthead.pipeline.tracking.FINISH_TIMEOUT_S", 2)
+    wandb.teardown()  # W&B reads the address once for all runs of a process
+    with running_wandb() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        tracker = Tracker("heads", "eagle3", {}, tmp_path)
+        tracker.log({"loss": 2.5}, 10)
+        assert tracker.mode == "online"
+    with tracker:
+        tracker.log({"loss": 1.25}, 20)
+    wandb.teardown()  # as the process' end does: now the rest is written
+    (folder,) = tmp_path.glob("wandb/run-*-*")
+    logged = [row for path in folder.glob("*.wandb") for row in history(path)]
+    assert [(row["step"], row["loss"]) for row in logged] == [(10, 2.5), (20, 1.25)]
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert f"`wandb sync {folder}` uploads it" in warning
