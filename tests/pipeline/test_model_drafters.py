@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from drafthead.data.errors import InputError
+from drafthead.eval.engine import is_available
 from drafthead.pipeline.drafters import parse_drafter, speculative_config
 from drafthead.pipeline.evaluate import evaluate_prompts, load_prompts
 from drafthead.pipeline.loop import EvalOptions
 from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.serve_check import check_prompts
 from safetensors.torch import load_file, save_file
 
 
@@ -103,3 +105,19 @@ def test_a_layer_that_the_target_lacks_is_refused(tiny_run: Run, cache: Path) ->
 
 def test_no_config_of_vllm_skips_layers() -> None:
     assert speculative_config(parse_drafter("skip-layers:1"), 3) is None
+
+
+# ---- a real vLLM -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="vllm is not installed")
+def test_vllm_drafts_with_a_model_of_other_ids_as_predicted(tiny_run: Run, cache: Path, reordered: Path) -> None:
+    spec = parse_drafter(f"draft-model:{reordered},use_heterogeneous_vocab=true")
+    report = check_prompts(tiny_run, load_prompts(tiny_run, None, 4, 16), [3], 16, spec)
+    assert report["ok"], report["failures"]
+    assert report["identical_to_plain"] == "4/4"
+    assert report["served"]["mean_acceptance_length"] > 2
+    for name in ("drafts", "per_position", "mean_acceptance_length"):
+        assert report["served"][name] == report["predicted"][name]
