@@ -259,7 +259,8 @@ def device_costs(options: AdviceOptions, run: Run | None, draft: float) -> Costs
 def served_costs(run: Run) -> Costs:
     """What a draft token costs in the vLLM that the served check timed at batch 1, drafting and its row together.
 
-    A round that gives L tokens at m ms each costs L m of the plain step's ms; 1 + k c is fitted to every k served.
+    A pass over drafts, by the ms of a plain one, of the same prompts; 1 + k c is fitted to every k served. Checks of
+    before passes were timed have the ms m of a token: a round of L tokens costs L m, with L of all served prompts.
 
     Raises:
         InputError: The check has not run, or timed nothing.
@@ -271,7 +272,8 @@ def served_costs(run: Run) -> Costs:
         raise InputError(f"{error}, {measure} {COSTS_REMEDY}") from None
     plain_ms = report["plain_ms_per_token"]
     extra = {
-        one["k"]: one["served"]["mean_acceptance_length"] * one["ms_per_token"] / plain_ms - 1
+        one["k"]: (one.get("ms_per_pass") or one["served"]["mean_acceptance_length"] * one["ms_per_token"]) / plain_ms
+        - 1
         for one in report["by_k"].values()
         if plain_ms and one["ms_per_token"] and one["served"]["mean_acceptance_length"]
     }

@@ -169,6 +169,7 @@ def _compare(
         "served": counted,
         "identical_to_plain": f"{same}/{len(prompts)}",
         "ms_per_token": own_ms,
+        "ms_per_pass": None if survived is None else served.median_ms_per_pass,
         "speedup_batch_1": plain_ms / own_ms if plain_ms and own_ms else None,
     }
 

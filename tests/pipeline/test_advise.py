@@ -158,6 +158,16 @@ def test_a_runs_rates_and_its_served_times(capsys: Captured, tmp_path: Path) -> 
     assert "vLLM at batch 1" in capsys.readouterr().out
 
 
+def test_rounds_that_were_timed_cost_what_they_took(capsys: Captured, tmp_path: Path) -> None:
+    """26 ms a pass over drafts of 3 beside 20 ms a plain one, however many tokens the untimed prompts got of a round."""
+    run = run_folder(tmp_path)
+    by_k = {"3": {**served(3, 2.4, 10.0), "ms_per_pass": 26.0}}
+    finish(run / "serve-check", {"plain_ms_per_token": 20.0, "by_k": by_k})
+    found = advice(capsys, run)
+    assert found["cost_per_draft_token"] == pytest.approx(0.1)
+    assert found["table"][3]["cost"] == pytest.approx(1.3)
+
+
 def test_a_runs_schedule_is_ready_to_serve(capsys: Captured, tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     (run / "export").mkdir()
