@@ -245,8 +245,9 @@ def device_costs(options: AdviceOptions, run: Run | None, draft: float) -> Costs
     context = 1024 if options.context is None else parse_whole("context", options.context, 0, 10**8)
     target = run.served_target if run is not None else open_target(str(options.target))
     roofline = Roofline(model=ModelSize.of_config(target.config.to_dict()), device=device, context=context)
+    of_weights = "; weights counted as of 16 bits, which this target's are not" if target.is_quantised else ""
     says = {
-        "costs_from": f"--draft-cost, roofline model of {options.device} (not measured: an upper bound)",
+        "costs_from": f"--draft-cost, roofline model of {options.device} (not measured: an upper bound{of_weights})",
         "draft_cost": draft,
         "device": options.device,
         "context": context,
