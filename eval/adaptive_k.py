@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from drafthead.data.errors import InputError
-from drafthead.eval.economics import Rates, RoundCost, choose_k
+from drafthead.eval.economics import Rates, RoundCost, best_k, choose_k
 
 
 @dataclass
@@ -84,7 +84,8 @@ def replay_static(kept: Sequence[int], cost: RoundCost, max_k: int) -> Replay:
         InputError: As `replay_adaptive`.
     """
     _check(kept, max_k)
-    return max((_replay(kept, cost, [k] * len(kept)) for k in range(max_k + 1)), key=lambda one: one.speedup)
+    every = [_replay(kept, cost, [k] * len(kept)) for k in range(max_k + 1)]
+    return every[best_k([one.speedup for one in every])]
 
 
 def rates_of(kept: Sequence[int], max_k: int) -> Rates:

@@ -10,7 +10,7 @@ product and decides nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -19,6 +19,8 @@ from drafthead.data.errors import InputError
 
 RoundCost = Callable[[int], float]
 """Plain target steps that a round over k draft tokens takes; 1 for k = 0."""
+ROUNDING = 1e-9
+"""Speed-ups that are no further apart are equal: 0.1 + 0.7 costs less than the 0.8 that it is."""
 
 
 def geometric_tokens(alpha: float, k: float) -> float:
@@ -139,11 +141,18 @@ def k_table(rates: Rates, cost: RoundCost, max_k: int) -> list[KRow]:
 def choose_k(rates: Rates, cost: RoundCost, max_k: int) -> Choice:
     """The k of the greatest speed-up; the smaller of equal ones, so that k = 0 stays where nothing is gained."""
     table = k_table(rates, cost, max_k)
-    best = max(table, key=lambda row: row.speedup)
+    best = table[best_k([row.speedup for row in table])]
     return Choice(k=best.k, speedup=best.speedup, table=table)
 
 
 def choose_k_geometric(alpha: float, cost: RoundCost, max_k: int) -> tuple[int, float]:
     """The k and the speed-up that the geometric formula would promise."""
-    speedup, negated = max((geometric_tokens(alpha, k) / cost(k), -k) for k in range(max_k + 1))
-    return -negated, speedup
+    speedups = [geometric_tokens(alpha, k) / cost(k) for k in range(max_k + 1)]
+    best = best_k(speedups)
+    return best, speedups[best]
+
+
+def best_k(speedups: Sequence[float]) -> int:
+    """The smallest k whose speed-up no other exceeds; that of each k from 0 on is given."""
+    most = max(speedups)
+    return next(k for k, speedup in enumerate(speedups) if speedup >= most - ROUNDING)

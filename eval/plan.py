@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from drafthead.data.errors import InputError
-from drafthead.eval.economics import Choice, LinearCost, Rates, check_cost, choose_k
+from drafthead.eval.economics import ROUNDING, Choice, LinearCost, Rates, check_cost, choose_k
 from drafthead.eval.roofline import Roofline
 
 MAX_BATCH = 2048
@@ -133,4 +133,4 @@ def plan_by_batch(rates: Rates, cost: BatchCost, batches: Sequence[int], max_k: 
 def static_break_even(rates: Rates, cost: BatchCost, k: int, max_batch: int) -> int | None:
     """The first batch size at which k, kept at every batch size, is no faster than plain decoding; None if none is."""
     tokens = rates.tokens(k)
-    return next((batch for batch in range(1, max_batch + 1) if tokens <= cost(batch, k)), None)
+    return next((batch for batch in range(1, max_batch + 1) if tokens / cost(batch, k) <= 1 + ROUNDING), None)

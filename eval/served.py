@@ -23,6 +23,9 @@ class Served:
     """Of `results` alone."""
     median_ms_per_token: float | None
     """Over the timed requests, prefill included; None if there were none."""
+    median_ms_per_pass: float | None = None
+    """The same by passes of the target: the prompt's and every round. Known where every pass had a draft, as a head's
+    have."""
 
     def rates(self) -> dict[str, Any]:
         """The counters as `acceptance.from_counters` gives them."""
@@ -64,11 +67,12 @@ def measure(
             results[result.key] = result
             _report(progress, len(results), total)
         counters = engine.counters().since(before)
-        times = _time_one_by_one(engine, timed, progress, total)
+        alone = _serve_one_by_one(engine, timed, progress, total)
     return Served(
         results=results,
         counters=counters,
-        median_ms_per_token=statistics.median(times) if times else None,
+        median_ms_per_token=_median_ms(alone, lambda one: len(one.token_ids)),
+        median_ms_per_pass=_median_ms([one for one in alone if one.accepted], lambda one: 1 + len(one.accepted)),
     )
 
 
@@ -92,18 +96,23 @@ def compare(
     return Comparison(ok=not failures, failures=failures)
 
 
-def _time_one_by_one(engine: Engine, timed: Sequence[Request], progress: Progress | None, total: int) -> list[float]:
-    """Milliseconds per token of each request; the first runs once before, unmeasured."""
+def _serve_one_by_one(engine: Engine, timed: Sequence[Request], progress: Progress | None, total: int) -> list[Result]:
+    """Each request alone; the first runs once before, unmeasured."""
     if not timed:
         return []
     warm_up = replace(timed[0], key="warm-up")
     for _ in engine.generate_one_by_one([warm_up]):
         pass
-    times = []
+    results = []
     for result in engine.generate_one_by_one(replace(one, key=f"timed-{one.key}") for one in timed):
-        times.append(1000 * result.seconds / max(len(result.token_ids), 1))
-        _report(progress, total - len(timed) + len(times), total)
-    return times
+        results.append(result)
+        _report(progress, total - len(timed) + len(results), total)
+    return results
+
+
+def _median_ms(results: Sequence[Result], count: Callable[[Result], int]) -> float | None:
+    """Milliseconds of each request over what is counted of it."""
+    return statistics.median(1000 * one.seconds / max(count(one), 1) for one in results) if results else None
 
 
 def _texts(identical: int, total: int) -> list[dict[str, str]]:

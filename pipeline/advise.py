@@ -245,8 +245,9 @@ def device_costs(options: AdviceOptions, run: Run | None, draft: float) -> Costs
     context = 1024 if options.context is None else parse_whole("context", options.context, 0, 10**8)
     target = run.served_target if run is not None else open_target(str(options.target))
     roofline = Roofline(model=ModelSize.of_config(target.config.to_dict()), device=device, context=context)
+    of_weights = "; weights counted as of 16 bits, which this target's are not" if target.is_quantised else ""
     says = {
-        "costs_from": f"--draft-cost, roofline model of {options.device} (not measured: an upper bound)",
+        "costs_from": f"--draft-cost, roofline model of {options.device} (not measured: an upper bound{of_weights})",
         "draft_cost": draft,
         "device": options.device,
         "context": context,
@@ -259,7 +260,8 @@ def device_costs(options: AdviceOptions, run: Run | None, draft: float) -> Costs
 def served_costs(run: Run) -> Costs:
     """What a draft token costs in the vLLM that the served check timed at batch 1, drafting and its row together.
 
-    A round that gives L tokens at m ms each costs L m of the plain step's ms; 1 + k c is fitted to every k served.
+    A pass over drafts, by the ms of a plain one, of the same prompts; 1 + k c is fitted to every k served. Checks of
+    before passes were timed have the ms m of a token: a round of L tokens costs L m, with L of all served prompts.
 
     Raises:
         InputError: The check has not run, or timed nothing.
@@ -271,7 +273,8 @@ def served_costs(run: Run) -> Costs:
         raise InputError(f"{error}, {measure} {COSTS_REMEDY}") from None
     plain_ms = report["plain_ms_per_token"]
     extra = {
-        one["k"]: one["served"]["mean_acceptance_length"] * one["ms_per_token"] / plain_ms - 1
+        one["k"]: (one.get("ms_per_pass") or one["served"]["mean_acceptance_length"] * one["ms_per_token"]) / plain_ms
+        - 1
         for one in report["by_k"].values()
         if plain_ms and one["ms_per_token"] and one["served"]["mean_acceptance_length"]
     }

@@ -98,10 +98,10 @@ def batch_lines(advice: dict[str, Any]) -> list[str]:
     largest = advice["by_batch"][-1]["batch"]
     even = advice["break_even_batch"]
     lines.append(
-        f"speculation pays up to batch {largest}, the largest asked for"
-        if even is None
-        else f"off from batch {even} on"
+        f"speculation pays at batch {largest}, the largest asked for" if even is None else f"off from batch {even} on"
     )
+    schedule = advice["num_speculative_tokens_per_batch_size"]
+    lines += [f"off from batch {first} to {last}" for first, last, k in schedule[:-1] if not k]
     static = [
         f"k={one['k']} from batch {one['break_even_batch']}" for one in advice["static"] if one["break_even_batch"]
     ]

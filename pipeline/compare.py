@@ -13,7 +13,7 @@ from typing import Any
 
 from drafthead.data.files import write_json, write_text
 from drafthead.eval.acceptance import RequestRounds
-from drafthead.eval.bootstrap import DRAWINGS, LEVEL, METHOD
+from drafthead.eval.bootstrap import DRAWINGS, LEVEL, METHOD, interval, listed
 from drafthead.eval.intervals import tokens_per_pass
 from drafthead.pipeline.compare_contestants import (
     CompareOptions,
@@ -74,7 +74,8 @@ def measure(
     """All numbers at one temperature.
 
     Returns:
-        `temperature`; `timed_prompts`, how many, and `plain_ms_per_token` of the target alone; under `runs`, in the
+        `temperature`; `timed_prompts`, how many; of the target alone `plain_ms_per_token`, a median, and
+        `mean_plain_ms_per_token` with its interval, over which each `mean_speedup` stands; under `runs`, in the
         order given, each contestant's numbers (`summarize_prompts`, `describe_times`); `winners`, by `tokens_per_pass`
         and by `decode_time`, in which plain decoding takes part (`find_winner`).
     """
@@ -83,10 +84,13 @@ def measure(
     plain = contestants[0].loop.generate(prompts, evaluation, k=0) if temperature == 0 else None
     answers = [one.loop.generate(prompts, evaluation, k=settings.k) for one in contestants]
     times = measure_times(contestants, prompts, settings, temperature)
+    alone = ms_per_token(times.plain)
     return {
         "temperature": temperature,
         "timed_prompts": len(times.plain),
         "plain_ms_per_token": cost_of(times.plain).ms_per_token,
+        "mean_plain_ms_per_token": alone.value,
+        "mean_plain_ms_per_token_interval": listed(interval(alone)),
         "runs": [
             {
                 "name": one.name,

@@ -1,12 +1,15 @@
 """What was measured for a head before: in its run (served, else evaluated), or in the card of its export."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json
-from drafthead.eval.drift import Expected
+from drafthead.eval.drift import Expected, design_effects
+from drafthead.pipeline.rounds import ROUNDS_FILE, read_trace
 
 CARD_ROW = re.compile(r"^\| (\d+) \| (\d\.\d{3}) \|", re.MULTILINE)
 CARD_ROUNDS = re.compile(r"over (\d+) rounds on held-out prompts")
@@ -16,7 +19,8 @@ def read_expected(path: Path, k: int) -> Expected:
     """Find the rates for drafts of k tokens.
 
     A run's served check is preferred to its evaluation, for it has one for every k of the recipe and was counted by
-    vLLM; a folder that only holds an export has the evaluation in its card.
+    vLLM; a folder that only holds an export has the evaluation in its card. How much the rounds of an answer depend on
+    each other is known from those that the run's evaluation recorded.
 
     Raises:
         InputError: There is none, or none with this k.
@@ -46,7 +50,18 @@ def _of_run(path: Path) -> list[Expected]:
             found.append(_of_report(read_json(evaluated), str(evaluated)))
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"--expect {path}: its reports lack the rates; run `drafthead eval {path}` again") from None
-    return [one for one in found if one.drafts]
+    return [_with_effects(one, path / "eval" / ROUNDS_FILE) for one in found if one.drafts]
+
+
+def _with_effects(expected: Expected, rounds: Path) -> Expected:
+    """With design effects, where an evaluation has recorded the rounds of two answers or more."""
+    if not rounds.is_file():
+        return expected
+    recorded = read_trace(rounds)
+    answers: Sequence[Sequence[int]] = [one for one in recorded.answers if one]
+    if len(answers) < 2:
+        return expected
+    return replace(expected, answers=len(answers), design_effects=design_effects(answers, recorded.k))
 
 
 def _of_report(report: dict[str, Any], source: str) -> Expected:

@@ -147,6 +147,10 @@ def _head(report: dict[str, Any]) -> str:
 
 def _drift_lines(drift: dict[str, Any]) -> list[str]:
     lines = [f"held against {drift['expected_from']} ({drift['expected_drafts']} drafts):"]
+    if drift["short_drafts"]:
+        lines.append(
+            "  some drafts had less than k tokens; found: of those that came to a position, as far as is known"
+        )
     for one in drift["positions"]:
         low, high = one["interval"]
         change = f"{one['difference']:+.3f} (between {low:+.3f} and {high:+.3f})"

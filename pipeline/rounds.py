@@ -22,7 +22,13 @@ class Trace:
 
     path: Path
     k: int
-    kept: list[int]
+    answers: list[list[int]]
+    """Of each answer, round by round."""
+
+    @property
+    def kept(self) -> list[int]:
+        """Of all rounds, one answer after the other."""
+        return [count for answer in self.answers for count in answer]
 
 
 def write_rounds(path: Path, requests: Sequence[RequestRounds], k: int) -> None:
@@ -35,7 +41,8 @@ def read_trace(path: Path) -> Trace:
     Raises:
         InputError: Naming the line that is something else.
     """
-    ks, kept = set(), []
+    ks: set[int] = set()
+    answers: list[list[int]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
@@ -52,8 +59,8 @@ def read_trace(path: Path) -> Trace:
             shown = '{"k": 5, "accepted": [3, 0, 1]} with every number from 0 to k'
             raise InputError(f"trace: {path} line {number}: not a line like {shown}") from None
         ks.add(k)
-        kept += accepted
-    if len(ks) != 1 or not kept:
-        found = f"k={', '.join(map(str, sorted(ks)))}" if kept else "no rounds"
+        answers.append(list(accepted))
+    if len(ks) != 1 or not any(answers):
+        found = f"k={', '.join(map(str, sorted(ks)))}" if any(answers) else "no rounds"
         raise InputError(f"trace: {path}: {found}; record rounds with one k")
-    return Trace(path=path, k=ks.pop(), kept=kept)
+    return Trace(path=path, k=ks.pop(), answers=answers)

@@ -116,12 +116,15 @@ class Run:
         return folder
 
     def _why_unfinished(self, name: str) -> str:
-        """That a stage was not run, or what has changed since it was."""
+        """That a stage was not run, or what has changed since it was: a setting, or the place of the cache."""
         link = self.path / name
         if self.stages[name].shared and link.is_symlink() and (link / INGREDIENTS).is_file():
             before = read_json(link / INGREDIENTS)
             if before != self.ingredients(name):
                 return f"stage {name} has finished with other settings ({self._explain(name, before)}), not with these"
+            found, now = link.resolve().parents[1], cache_dir()
+            if found != now.resolve():
+                return f"stage {name} has finished in the cache {found}, not in {now} (DRAFTHEAD_CACHE)"
         return f"stage {name} has not finished"
 
     def _check_contents(self, name: str, manifest: dict[str, Any]) -> None:

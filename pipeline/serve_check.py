@@ -9,6 +9,8 @@ that lie behind an answer's end. A drafter without a trained head is held agains
 """
 
 import importlib.util
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from drafthead.data.encoding import Row
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, write_json
 from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
-from drafthead.eval.engine import EngineConfig, Request
+from drafthead.eval.engine import EngineConfig, Request, Result
 from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, speculative_config
 from drafthead.pipeline.evaluate import PromptSet, load_prompts, requests_of
@@ -153,13 +155,10 @@ def _compare(
     counted = served.rates()
     by_loop = compare(predicted, counted, same, len(prompts), settings.tolerance)
     walked, by_walk = None, by_loop
-    if survived is None:
-        counted["by_domain"] = _served_by_domain(prompts, served, k)
-    else:
+    if survived is not None:
         walked = summarize(_walk_served(prompts, plain, served, survived, k), k)
         by_walk = compare(walked, counted, same, len(prompts), WALK_TOLERANCE)
-        # the counters know neither domains nor requests; the walk equals them
-        counted |= {name: walked[name] for name in ("mean_of_requests_acceptance_length", "by_domain")}
+    counted |= _served_by_request(prompts, served, k, has_head=survived is not None)
     plain_ms, own_ms = plain.median_ms_per_token, served.median_ms_per_token
     return {
         "ok": by_loop.ok and by_walk.ok,
@@ -170,21 +169,34 @@ def _compare(
         "served": counted,
         "identical_to_plain": f"{same}/{len(prompts)}",
         "ms_per_token": own_ms,
+        "ms_per_pass": None if survived is None else served.median_ms_per_pass,
         "speedup_batch_1": plain_ms / own_ms if plain_ms and own_ms else None,
     }
 
 
-def _served_by_domain(prompts: list[Prompt], served: Served, k: int) -> dict[str, Any]:
-    """What vLLM counted for each request, added up by domain."""
-    by_domain: dict[str, Any] = {}
-    for domain in sorted({prompt.domain for prompt in prompts}):
-        results = [served.results[str(number)] for number, prompt in enumerate(prompts) if prompt.domain == domain]
+def _served_by_request(prompts: list[Prompt], served: Served, k: int, *, has_head: bool) -> dict[str, Any]:
+    """What the counters do not know, from what vLLM counted for each request: its mean over requests, and by domain.
+
+    Without a head some passes have no draft and are in no count, so that a request's tokens are not those of its rounds
+    alone: there is no mean of requests.
+    """
+
+    def rates(results: Sequence[Result]) -> dict[str, Any]:
         accepted = [count for result in results for count in result.accepted]
         drafted = sum(count for result in results for count in result.drafted)
         per_pos = [sum(count > position for count in accepted) for position in range(k)]
-        by_domain[domain] = from_counters(len(accepted), per_pos, num_draft_tokens=drafted)
+        lengths = [(len(one.token_ids) - 1) / len(one.accepted) for one in results if one.accepted]
+        mean = statistics.fmean(lengths) if has_head and lengths else None
+        return from_counters(len(accepted), per_pos, num_draft_tokens=drafted, mean_of_requests=mean)
+
+    by_domain: dict[str, Any] = {}
+    for domain in sorted({prompt.domain for prompt in prompts}):
+        by_domain[domain] = rates(
+            [served.results[str(number)] for number, prompt in enumerate(prompts) if prompt.domain == domain]
+        )
         del by_domain[domain]["by_domain"]
-    return by_domain
+    name = "mean_of_requests_acceptance_length"
+    return {name: rates(list(served.results.values()))[name], "by_domain": by_domain}
 
 
 def _walk_served(

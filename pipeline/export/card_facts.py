@@ -67,7 +67,7 @@ def data_facts(run: Run) -> dict[str, Any]:
     train = encoded["train"]
     return {
         "training conversations": prompts["train"],
-        **{f"of these from `{_public_name(name)}`": count for name, count in prompts["sources"].items()},
+        **source_facts(run.recipe, prompts["sources"]),
         "held-out conversations": prompts["heldout"],
         "answers written by": _who_answered(run),
         "training rows (assistant turns)": train["kept"],
@@ -77,6 +77,12 @@ def data_facts(run: Run) -> dict[str, Any]:
         "draft vocabulary": f"{vocab['size']} of {vocab['target_vocab']}",
         "its coverage of held-out answers": vocab["coverage_heldout"],
     }
+
+
+def source_facts(recipe: Recipe, sources: dict[str, int]) -> dict[str, int]:
+    """Prompts taken from each source, which are counted before a share of them is held out."""
+    split = ", the held-out ones among them" if isinstance(recipe.prompts.heldout, float) else ""
+    return {f"taken from `{_public_name(name)}`{split}": count for name, count in sources.items()}
 
 
 def hub_datasets(recipe: Recipe) -> list[str]:

@@ -226,9 +226,15 @@ TERMS: dict[str, Term] = {
     "quality_drop": Term("fell by", "drop", "Before minus after joint training of the target."),
     # ---- data
     "prompt_count": Term("prompts", "train, heldout", "Conversations collected, before the target answers them."),
-    "source_count": Term("taken", "sources", "Training prompts that came from this source."),
+    "source_count": Term(
+        "taken",
+        "sources",
+        "Prompts taken from this source; those that were then held out, where prompts.heldout is a share, among them.",
+    ),
     "requested": Term(
-        "asked for", "requested", "Training prompts that the recipe asked this source for; 0: no number given."
+        "share asks for",
+        "requested",
+        "Prompts that this source's share of prompts.limit asks for; 0: it has no share of its own.",
     ),
     "domain_count": Term("training prompts", "domains", "Training prompts of this domain."),
     "duplicates": Term("duplicates", "duplicates", "Prompts left out because another has the same text."),

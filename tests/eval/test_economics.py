@@ -144,6 +144,19 @@ def test_what_loses_is_off() -> None:
     assert even.k == 0, "what only breaks even is not worth its trouble"
 
 
+@pytest.mark.parametrize(
+    ("conditional", "draft", "row"), [((0.8,), 0.1, 0.7), ((0.1, 1.0), 0.1, 0.0)], ids=["the cost", "the tokens"]
+)
+def test_breaking_even_is_off_whatever_rounding_makes_of_it(
+    conditional: tuple[float, ...], draft: float, row: float
+) -> None:
+    """1.8 / 1.8 and 1.2 / 1.2; in floating point a little more than 1."""
+    choice = choose_k(Rates(conditional=conditional), LinearCost(draft=draft, row=row), len(conditional))
+    assert max(one.speedup for one in choice.table) > 1
+    assert (choice.k, choice.speedup) == (0, 1.0)
+    assert choose_k_geometric(0.8, LinearCost(draft=0.1, row=0.7), 1) == (0, 1.0)
+
+
 def test_behind_the_measured_positions_the_last_rate_is_held_and_said_so() -> None:
     rows = k_table(Rates(conditional=(0.8, 0.5)), LinearCost(draft=0, row=0), 4)
     assert [row.survival for row in rows[1:]] == pytest.approx([0.8, 0.4, 0.2, 0.1])

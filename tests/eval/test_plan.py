@@ -74,6 +74,12 @@ def test_break_even_is_where_the_first_batch_is_off() -> None:
     assert static_break_even(RATES, COST, 1, 40) is None
 
 
+def test_a_k_that_only_breaks_even_has_stopped_paying() -> None:
+    """1.8 tokens for .1 + .7 more, which floating point makes .7999..."""
+    rates, cost = Rates(conditional=(0.8,)), MeasuredCost.of_rows(0.1, row_by_batch={1: 0.7})
+    assert static_break_even(rates, cost, 1, 4) == plan_by_batch(rates, cost, [4], 1).break_even_batch == 1
+
+
 def test_what_pays_everywhere_has_no_break_even_and_what_never_does_no_config() -> None:
     cheap = plan_by_batch(RATES, MeasuredCost.of_rows(0, row_by_batch={1: 0, 16: 0.1}), [1, 16], 3)
     assert cheap.break_even_batch is None

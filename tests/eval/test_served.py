@@ -62,7 +62,8 @@ class FakeEngine:
             self.drafts += 10
             seconds = len(request.prompt_ids) * request.max_new_tokens / 1000
             tokens = [5] * request.max_new_tokens
-            yield Result(key=request.key, token_ids=tokens, finish_reason="length", seconds=seconds)
+            accepted = [1] * (request.max_new_tokens // 2 - 1)
+            yield Result(key=request.key, token_ids=tokens, finish_reason="length", seconds=seconds, accepted=accepted)
 
     generate_one_by_one = generate
 
@@ -87,6 +88,7 @@ def test_counters_are_the_concurrent_batch_alone_and_times_the_timed_alone(
     assert measured.counters.num_drafts == 20
     assert measured.counters.num_accepted_tokens_per_pos == [20]
     assert measured.median_ms_per_token == pytest.approx(4.0)
+    assert measured.median_ms_per_pass == pytest.approx(8.0), "of four tokens in the prompt's pass and one round"
     assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
@@ -94,3 +96,4 @@ def test_without_timed_requests_there_is_no_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(served, "Engine", FakeEngine)
     measured = served.measure(EngineConfig(model="target"), [ask("a", 2)], [], tmp_path / "log")
     assert measured.median_ms_per_token is None
+    assert measured.median_ms_per_pass is None

@@ -1,6 +1,7 @@
 """`drafthead plan`: rates and costs as typed or as a run has them, and the one line where they cannot be used."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_row_costs_by_batch_give_vllms_schedule(capsys: Captured) -> None:
     assert "k=1 from batch 49, k=2 from batch 39, k=3 from batch 31" in said
 
 
+def test_batch_sizes_that_lose_before_others_gain_are_said(capsys: Captured) -> None:
+    """A device whose rows are dear alone and cheap in company: .6 pays while .05 + row is below it."""
+    plan("--conditional", "0.6", "--draft-cost", "0.05", "--row-cost-by-batch", "1:0.7,4:0.1")
+    said = capsys.readouterr().out
+    assert "off from batch 1 to 1\n" in said
+    assert "pays at batch 4, the largest asked for" in said
+    assert "pays up to" not in said
+
+
 def test_a_trace_gives_rates_and_a_simulation(capsys: Captured, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"k": 3, "accepted": [3, 0, 1, 3]}\n\n{"k": 3, "accepted": [2, 0, 1, 0]}\n')
@@ -156,6 +166,16 @@ def test_a_runs_rates_and_its_served_times(capsys: Captured, tmp_path: Path) -> 
     }
     plan(run)
     assert "vLLM at batch 1" in capsys.readouterr().out
+
+
+def test_rounds_that_were_timed_cost_what_they_took(capsys: Captured, tmp_path: Path) -> None:
+    """26 ms a pass over drafts of 3 beside 20 ms a plain one, however many tokens others got of a round."""
+    run = run_folder(tmp_path)
+    by_k = {"3": {**served(3, 2.4, 10.0), "ms_per_pass": 26.0}}
+    finish(run / "serve-check", {"plain_ms_per_token": 20.0, "by_k": by_k})
+    found = advice(capsys, run)
+    assert found["cost_per_draft_token"] == pytest.approx(0.1)
+    assert found["table"][3]["cost"] == pytest.approx(1.3)
 
 
 def test_a_runs_schedule_is_ready_to_serve(capsys: Captured, tmp_path: Path) -> None:
@@ -191,6 +211,19 @@ def test_a_device_that_is_not_at_hand(capsys: Captured, tmp_path: Path) -> None:
     assert found["by_batch"][0]["speedup"] == pytest.approx(2.52 / 1.15)
     plan(run, "--draft-cost", 0.05, "--device", "h100-sxm")
     assert "not measured: an upper bound" in capsys.readouterr().out
+
+
+def test_a_quantised_target_is_said_not_to_have_the_weights_that_are_counted(
+    capsys: Captured, tiny_target: Path, tmp_path: Path
+) -> None:
+    words = ("--conditional", "0.8", "--draft-cost", "0.05", "--device", "l4", "--target")
+    assert advice(capsys, *words, tiny_target)["costs_from"].endswith("(not measured: an upper bound)")
+    quantised = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert (
+        "weights counted as of 16 bits, which this target's are not" in advice(capsys, *words, quantised)["costs_from"]
+    )
 
 
 # ---- what cannot be used

@@ -15,7 +15,8 @@ from drafthead.pipeline.expected_rates import read_expected
 from drafthead.pipeline.export import stage
 from drafthead.pipeline.export.base_model import BaseModel, describe_base
 from drafthead.pipeline.export.card import model_card
-from drafthead.pipeline.export.card_facts import card_facts
+from drafthead.pipeline.export.card_facts import card_facts, source_facts
+from drafthead.pipeline.recipe import Recipe
 from drafthead.pipeline.run_dir import Run, open_run
 from huggingface_hub import ModelCard
 
@@ -99,11 +100,24 @@ def test_data_and_recipe_are_those_of_the_run(served_run: Run, cache: Path) -> N
     assert int(data["training tokens"]) == rows["tokens"]
     assert int(data["supervised tokens"]) == rows["supervised_tokens"]
     assert int(data["tokens trained on, epochs included"]) == served_run.report("train")["tokens"]
-    assert int(data["of these from `builtin`"]) == served_run.report("prompts")["sources"]["builtin"] == 24
+    assert int(data["taken from `builtin`"]) == served_run.report("prompts")["sources"]["builtin"] == 24
     assert data["answers written by"].startswith("the target itself (transformers, float32, greedy, at most 24")
     assert int(recipe["optimiser steps"]) == served_run.report("train")["steps"]
     assert int(recipe["head taken from step"]) == served_run.report("train")["taken_step"]
     assert f"rows of up to {read_json(served_run.path / 'train' / 'head.json')['trained_length']} tokens" in card
+
+
+@pytest.mark.parametrize(
+    ("heldout", "said"),
+    [([{"source": "builtin"}], "taken from `a.jsonl`"), (0.25, "taken from `a.jsonl`, the held-out ones among them")],
+    ids=["prompts of their own", "a share"],
+)
+def test_a_source_is_not_said_to_have_given_what_was_held_out(served_run: Run, heldout: Any, said: str) -> None:
+    settings = {
+        **served_run.recipe.model_dump(),
+        "prompts": {"sources": [{"source": "/x/a.jsonl"}], "heldout": heldout},
+    }
+    assert source_facts(Recipe.model_validate(settings), {"/x/a.jsonl": 20}) == {said: 20}
 
 
 def pairs_of(card: str, section: str) -> dict[str, str]:

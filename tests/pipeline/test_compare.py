@@ -135,6 +135,7 @@ def test_costs_and_sizes(report: Any, tiny_run: Run) -> None:
         assert run["head"] == "eagle3"
         assert run["draft_cost"] == pytest.approx(run["draft_s"] / run["verify_s"])
         assert run["speedup"] == pytest.approx(run["plain_ms_per_token"] / run["speculative_ms_per_token"])
+        assert run["mean_speedup"] == pytest.approx(report["mean_plain_ms_per_token"] / run["mean_ms_per_token"])
         assert 0 < run["draft_s"] < 1
         assert 0 < run["verify_s"] < 1
         assert run["draft_vocab_size"] == 256
@@ -194,6 +195,8 @@ def test_the_tables_have_a_row_per_run_and_per_domain(report: Any) -> None:
     ):
         assert any(line.startswith(group) for line in lines)
     assert sum(line.startswith("no winner by ") or " wins by " in line for line in lines) == 4
+    for section in report["temperatures"]:  # what the speed-ups below it are over
+        assert f"plain decoding: mean ms/token {section['mean_plain_ms_per_token']:.1f} [" in text
     assert lines[-2:] == [f"plot: {section['plot']}" for section in report["temperatures"]]
     assert max(len(line) for line in lines if "plot:" not in line and "win" not in line) < 160
 

@@ -152,6 +152,19 @@ def test_without_a_served_check_the_evaluation_counts(tmp_path: Path) -> None:
     assert (expected.drafts, expected.per_position) == (1000, [0.6, 0.4, 0.2])
 
 
+def test_the_rounds_of_an_evaluation_say_how_exact_its_rates_are(tmp_path: Path) -> None:
+    """For the served check as well, whose rounds are of such answers too; an answer without rounds has no say."""
+    run = make_run(tmp_path, {2: [700, 500]}, [600, 400])
+    assert (read_expected(run, 2).answers, read_expected(run, 2).effect(0)) == (None, 1.0)
+    rounds = [[1] * 8 + [0] * 2, [1] * 2 + [0] * 8, []]
+    lines = [json.dumps({"domain": "code", "k": 2, "accepted": accepted}) for accepted in rounds]
+    (run / "eval" / "rounds.jsonl").write_text("\n".join(lines))
+    found = read_expected(run, 2)
+    assert (found.answers, found.design_effects) == (2, [pytest.approx(7.2), 1.0])
+    (run / "eval" / "rounds.jsonl").write_text(lines[0])
+    assert read_expected(run, 2).answers is None
+
+
 @pytest.mark.parametrize("text", ["[]", '{"by_k": {"3": {}}}', '{"by_k": []}', "{"])
 def test_reports_that_are_none_are_named(tmp_path: Path, text: str) -> None:
     make_run(tmp_path, {3: [700, 500, 300]}, [600, 400, 200])

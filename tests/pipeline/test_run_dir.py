@@ -215,6 +215,21 @@ def test_an_input_of_other_settings_says_which(counting: Counting, tmp_path: Pat
         changed.input("shared")
 
 
+def test_an_input_that_lies_in_another_cache_is_found_there(
+    counting: Counting, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which DRAFTHEAD_CACHE was not set: the stage has finished, elsewhere."""
+    made = make(counting, tmp_path, "a")
+    made.run_stage("shared")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "targets").symlink_to(own_cache / "targets")
+    monkeypatch.setenv("DRAFTHEAD_CACHE", str(other))
+    run = open_run(made.path, counting.stages, [])
+    with pytest.raises(InputError, match=rf"shared has finished in the cache {own_cache}, not in {other} \(DRAFTHEAD_"):
+        run.input("shared")
+
+
 def test_a_killed_stage_goes_on_with_what_it_wrote(counting: Counting, tmp_path: Path) -> None:
     run = make(counting, tmp_path, "a")
     counting.fail = True
