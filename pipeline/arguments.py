@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from drafthead.pipeline.commands import (
     run_compare,
@@ -50,6 +50,13 @@ speculate. (What a run would do is `drafthead run RECIPE --plan`.)
 DRAFTER_HELP = "draft without the trained head, for instance ngram:prompt_lookup_min=2,prompt_lookup_max=4"
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error here is said, and where the options are explained."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"drafthead: {message}; `{self.prog} --help` lists what can be given\n")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     if argv[:2] in (["export", "preflight"], ["export", "push"]):  # `export` itself takes a run
         argv = ["-".join(argv[:2]), *argv[2:]]
@@ -57,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         argv = re.sub(r"\0(?=-[\d.])", "=", "\0".join(argv)).split("\0")
     if argv[:1] == ["run"]:  # argparse takes no overrides after an option
         argv = ["run", *sorted(argv[1:], key=lambda word: not word.startswith("-"))]
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="drafthead", description="Draft heads for speculative decoding: train, evaluate, export, check."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

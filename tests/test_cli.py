@@ -192,10 +192,8 @@ def test_preflight_of_no_export(folder: str, drafthead: CommandLine, tiny_target
     ids=lambda arguments: "-".join(arguments) or "nothing",
 )
 def test_wrong_usage_exits_2(arguments: list[str], drafthead: CommandLine) -> None:
-    done = drafthead(*arguments)
-    assert done.code == 2
-    assert "Traceback" not in done.stderr
-    assert "usage: drafthead" in done.stderr
+    command = f"drafthead {arguments[0]}" if arguments[:1] in (["eval"], ["run"]) else "drafthead"
+    assert_one_line(drafthead(*arguments), 2, f"`{command} --help` lists what can be given")
 
 
 # ---- the disk

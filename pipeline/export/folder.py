@@ -91,9 +91,11 @@ def serve_command(target_path: Path, export_path: Path) -> str:
     Raises:
         InputError: The export holds no `speculative_config.json`.
     """
-    config = json.dumps(read_json(export_path / "speculative_config.json"), separators=(",", ":"))
+    config = read_json(export_path / "speculative_config.json")
+    if "model" in config:  # the run may have been moved since the export wrote its absolute path
+        config["model"] = str(export_path.resolve())
     served = str(served_path(target_path, export_path).resolve())
-    return shlex.join(["vllm", "serve", served, "--speculative-config", config])
+    return shlex.join(["vllm", "serve", served, "--speculative-config", json.dumps(config, separators=(",", ":"))])
 
 
 CPU_CACHE_GIB = 2

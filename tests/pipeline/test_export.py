@@ -182,6 +182,12 @@ def test_the_serve_command_survives_the_shell(tmp_path: Path, tiny_target: Path)
     assert preflight(folder, target).serve_command == serve_command(target, folder)
 
 
+def test_the_serve_command_follows_a_run_that_was_moved(tmp_path: Path, tiny_target: Path) -> None:
+    make_export(tmp_path / "before" / "export", tiny_target)
+    moved = (tmp_path / "before").rename(tmp_path / "after") / "export"
+    assert f'"model":"{moved}"' in serve_command(tiny_target, moved)
+
+
 def test_an_export_that_fails_leaves_the_old_one_whole(export: Path, tiny_target: Path) -> None:
     before = {path.name: path.read_bytes() for path in export.iterdir()}
     broken = head_state()
