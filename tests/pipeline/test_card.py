@@ -235,6 +235,7 @@ def moved(run: Run, folder: Path) -> Run:
 
 def test_a_new_evaluation_or_served_check_is_on_the_card_at_once(served_run: Run, cache: Path, tmp_path: Path) -> None:
     run = moved(served_run, tmp_path / "tiny")
+    assert stage.write_card(run), "the serve command names the folder where the run lies now"
     assert not stage.write_card(run)
     report = run.report("eval")
     write_json(run.path / "eval" / "report.json", {**report, "mean_acceptance_length": 3.125})
