@@ -194,8 +194,10 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 
     report = preflight(arguments.export, open_target(arguments.target).path)
     lines = [f"{one['gate']}: {one['field']}: {one['message']}" for one in report.failures]
-    fine, faulty = typed_here(report.serve_command), f"{len(report.failures)} fault(s); do not serve this folder"
-    lines.append(fine if report.ok else faulty)
+    if report.ok:
+        lines.append(typed_here(report.serve_command))
+    else:
+        lines.append(f"{len(report.failures)} fault(s); do not serve this folder")
     _print(arguments, asdict(report), "\n".join(lines))
     return 0 if report.ok else 1
 

@@ -1,7 +1,6 @@
 """What was measured for a head before: in its run (served, else evaluated), or in the card of its export."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,18 +49,19 @@ def _of_run(path: Path) -> list[Expected]:
             found.append(_of_report(read_json(evaluated), str(evaluated)))
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"--expect {path}: its reports lack the rates; run `drafthead eval {path}` again") from None
-    return [_with_effects(one, path / "eval" / ROUNDS_FILE) for one in found if one.drafts]
+    effects = _effects(path / "eval" / ROUNDS_FILE)
+    return [replace(one, **effects) for one in found if one.drafts]
 
 
-def _with_effects(expected: Expected, rounds: Path) -> Expected:
-    """With design effects, where an evaluation has recorded the rounds of two answers or more."""
+def _effects(rounds: Path) -> dict[str, Any]:
+    """What `Expected` knows of answers, where an evaluation has recorded the rounds of two or more."""
     if not rounds.is_file():
-        return expected
+        return {}
     recorded = read_trace(rounds)
-    answers: Sequence[Sequence[int]] = [one for one in recorded.answers if one]
+    answers = [one for one in recorded.answers if one]
     if len(answers) < 2:
-        return expected
-    return replace(expected, answers=len(answers), design_effects=design_effects(answers, recorded.k))
+        return {}
+    return {"answers": len(answers), "design_effects": design_effects(answers, recorded.k)}
 
 
 def _of_report(report: dict[str, Any], source: str) -> Expected:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from drafthead.data.encoding import Row
 from drafthead.data.errors import InputError
-from drafthead.data.files import read_json, write_json
+from drafthead.data.files import write_json
 from drafthead.eval.acceptance import RequestRounds, from_counters, summarize, walk
 from drafthead.eval.engine import EngineConfig, Request, Result
 from drafthead.eval.served import Served, compare, measure
 from drafthead.pipeline.drafters import KINDS, DrafterSpec, speculative_config
 from drafthead.pipeline.evaluate import PromptSet, load_prompts, requests_of
-from drafthead.pipeline.export.folder import served_path
+from drafthead.pipeline.export.folder import exported_config, served_path
 from drafthead.pipeline.heads.base import HeadBatch, Objective
 from drafthead.pipeline.loop import EvalOptions, Prompt, SpeculativeLoop
 from drafthead.pipeline.progress import progress
@@ -121,11 +121,8 @@ def engine_config(run: Run, k: int | None, spec: DrafterSpec | None = None) -> E
             raise InputError(f"--drafter {spec.kind}: vLLM needs the package {package} for it, which is not installed")
     elif k is not None:
         export = run.input("export")
-        speculative = {**read_json(export / "speculative_config.json"), "num_speculative_tokens": k}
+        speculative = {**exported_config(export), "num_speculative_tokens": k}
         model = served_path(model, export)
-        if "model" in speculative:
-            # the run may have been moved since the export wrote its absolute path
-            speculative["model"] = str(export.resolve())
     return EngineConfig(
         model=str(model.resolve()),
         dtype=settings.dtype,

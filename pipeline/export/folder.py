@@ -91,11 +91,20 @@ def serve_command(target_path: Path, export_path: Path) -> str:
     Raises:
         InputError: The export holds no `speculative_config.json`.
     """
-    config = read_json(export_path / "speculative_config.json")
-    if "model" in config:  # the run may have been moved since the export wrote its absolute path
-        config["model"] = str(export_path.resolve())
+    config = json.dumps(exported_config(export_path), separators=(",", ":"))
     served = str(served_path(target_path, export_path).resolve())
-    return shlex.join(["vllm", "serve", served, "--speculative-config", json.dumps(config, separators=(",", ":"))])
+    return shlex.join(["vllm", "serve", served, "--speculative-config", config])
+
+
+def exported_config(export_path: Path) -> dict[str, Any]:
+    """The export's `speculative_config.json`, with the folder where it lies now.
+
+    Raises:
+        InputError: There is none.
+    """
+    config: dict[str, Any] = read_json(export_path / "speculative_config.json")
+    # the run may have been moved since the export wrote its absolute path
+    return {**config, "model": str(export_path.resolve())} if "model" in config else config
 
 
 CPU_CACHE_GIB = 2
@@ -116,7 +125,7 @@ def served_path(target_path: Path, export_path: Path) -> Path:
     Raises:
         InputError: The export holds no `speculative_config.json`.
     """
-    return target_path if "model" in read_json(export_path / "speculative_config.json") else export_path
+    return target_path if "model" in exported_config(export_path) else export_path
 
 
 def initial_digests(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -20,13 +20,14 @@ from drafthead.pipeline.evaluate import load_prompts
 from drafthead.pipeline.export.folder import serve_command, typed_here
 from drafthead.pipeline.run_dir import Run
 
+from tests.conftest import CommandLine
+
 pytestmark = [
     pytest.mark.serve,
     pytest.mark.slow,
     pytest.mark.skipif(not is_available(), reason="vllm is not installed"),
 ]
 
-COMMAND = [sys.executable, "-m", "drafthead.pipeline.cli"]
 START_S = 400
 """Seconds that a server may take to start."""
 
@@ -71,22 +72,19 @@ def ask(address: str, model: str, ids: list[int], max_tokens: int) -> Any:
         return json.load(answer)
 
 
-def test_the_printed_command_serves_and_accepts_as_measured(tiny_run: Run, cache: Path, tmp_path: Path) -> None:
+def test_the_printed_command_serves_and_accepts_as_measured(
+    tiny_run: Run, drafthead: CommandLine, tmp_path: Path
+) -> None:
     settings = tiny_run.recipe.eval
     command = typed_here(serve_command(tiny_run.served_target.path, tiny_run.folder("export")))
     chosen = load_prompts(tiny_run, None, settings.limit, settings.max_new_tokens)
     with served(command, tmp_path / "server.log") as address:
         model = str(tiny_run.served_target.path.resolve())
         answers = [ask(address, model, prompt.ids, settings.max_new_tokens) for prompt in chosen.prompts]
-        watched = subprocess.run(
-            [*COMMAND, "metrics", "--url", address, "--expect", tiny_run.path, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    report = json.loads(watched.stdout)
+        watched = drafthead("metrics", "--url", address, "--expect", tiny_run.path, "--json")
+    report = watched.json()
     written = sum(answer["usage"]["completion_tokens"] for answer in answers)
-    assert watched.returncode == 0, report
+    assert watched.code == 0, report
     assert report["ok"]
     assert report["k"] == tiny_run.recipe.export.k
     assert 0 < report["drafts"] <= written, "each round writes a token at least"
