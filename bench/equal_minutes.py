@@ -1,7 +1,7 @@
 """Equal minutes on equal states: an EAGLE-3 head trained by drafthead and one by speculators, both served by vLLM.
 
     python bench/equal_minutes.py runs/eagle3 --speculators /path/to/its/environment/bin/python \
-        --prompts spec_bench.jsonl [--minutes 6] [--only ours] [--json]
+        --prompts spec_bench.jsonl [--theirs runs/other] [--minutes 6] [--k 3] [--only ours] [--json]
 
 Every piece (ours, speculators, served) leaves its numbers in the folder and is not done again. How to read the table:
 bench/README.md.
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     for piece in [options.only] if options.only else PIECES:
         PIECES[piece](base, options)
-    report = read_report(options.folder)
+    report = read_report(options.folder, options.k)
     print(json.dumps(report, indent=1) if options.json else render(report))
     return 0
 
@@ -81,10 +81,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Served accept length after equal minutes on equal states.")
     parser.add_argument("run", type=Path, help="an EAGLE-3 run whose states and draft vocabulary are used")
     parser.add_argument("--speculators", help="the Python interpreter of an environment with speculators")
+    parser.add_argument("--theirs", type=Path, help="a run of the same states, whose draft vocabulary speculators gets; RUN's if not")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "equal-minutes", help="for what is made")
     parser.add_argument("--minutes", type=float, default=6.0, help="of pure training, each")
     parser.add_argument("--step-tokens", type=int, help="of speculators; those of our step unless given")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the run's held-out ones unless given")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens of a served round")
     parser.add_argument("--limit", type=int, default=48, help="prompts that are served, the domains in turn")
     parser.add_argument("--only", choices=PIECES, help="one piece; the others another time")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -143,6 +145,7 @@ def trained(run: Run) -> tuple[int, float]:
 
 def train_peer(base: Run, options: argparse.Namespace) -> None:
     """Train speculators' model on the same rows in the same order, for as many seconds as ours took."""
+    base = same_states(base, options.theirs)
     path = options.folder / "speculators.json"
     if path.is_file():
         return
@@ -158,6 +161,21 @@ def train_peer(base: Run, options: argparse.Namespace) -> None:
         subprocess.run([options.speculators, str(PEER), laid_out], check=True)
         found = read_json(Path(laid_out) / "report.json")
     write_json(path, {**found, "walk": walk_peer(base, inputs, checkpoint), "checkpoint": str(checkpoint.resolve())})
+
+
+def same_states(base: Run, other: Path | None) -> Run:
+    """The run whose draft vocabulary speculators gets: another one over the same rows and states, or `base`.
+
+    Raises:
+        InputError: Its rows or states are others.
+    """
+    if other is None:
+        return base
+    run = open_run(other, STAGES, [])
+    for stage in ("encode", "capture"):
+        if run.key(stage) != base.key(stage):
+            raise InputError(f"--theirs {other}: stage {stage} is not that of {base.path}; give a run of the same states")
+    return run
 
 
 def whole_steps(base: Run, inputs: Inputs, step_tokens: int | None, tokens: int) -> Iterator[Pack]:
@@ -193,7 +211,8 @@ def serve_both(base: Run, options: argparse.Namespace) -> None:
     chosen = choose_prompts(base, options)
     for name in ("ours", "speculators"):
         head = Path(read_json(options.folder / f"{name}.json")["checkpoint"])
-        serve_head(base.target.path, head, chosen.prompts, MAX_NEW_TOKENS, options.folder / f"served-{name}.json")
+        report = options.folder / f"served-{name}-k{options.k}.json"
+        serve_head(base.target.path, head, chosen.prompts, MAX_NEW_TOKENS, report, options.k)
 
 
 def choose_prompts(base: Run, options: argparse.Namespace) -> PromptSet:
@@ -220,17 +239,17 @@ PIECES: dict[str, Callable[[Run, argparse.Namespace], None]] = {
 # ---- the table -------------------------------------------------------------------------------------------
 
 
-def read_report(folder: Path) -> dict[str, Any]:
+def read_report(folder: Path, k: int) -> dict[str, Any]:
     """What there is of each contender, and the ratio of their served accept lengths once both are served."""
     rows: dict[str, Any] = {}
     texts = {}
     for name in ("ours", "speculators"):
         if (folder / f"{name}.json").is_file():
             rows[name] = read_json(folder / f"{name}.json")
-        if (folder / f"served-{name}.json").is_file():
-            served = read_json(folder / f"served-{name}.json")
+        if (folder / f"served-{name}-k{k}.json").is_file():
+            served = read_json(folder / f"served-{name}-k{k}.json")
             rows[name]["served"], texts[name] = served["served"], served["texts"]
-    report: dict[str, Any] = {"threads": torch.get_num_threads(), "rows": rows}
+    report: dict[str, Any] = {"threads": torch.get_num_threads(), "k": k, "rows": rows}
     if len(texts) == 2:
         ours, theirs = (rows[name]["served"]["mean_acceptance_length"] for name in ("ours", "speculators"))
         same = sum(one == other for one, other in zip(*texts.values(), strict=True))
@@ -241,7 +260,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 def render(report: dict[str, Any]) -> str:
     lines = [
         "| trainer | minutes | steps | tokens | tokens/s | last loss | walk on held-out answers | accept length | "
-        "served, k = 3 | accept length |",
+        f"served, k = {report['k']} | accept length |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in report["rows"].items():

@@ -138,15 +138,13 @@ def our_step(recipe: Recipe, run: Run, inputs: Inputs, packs: list[Pack]) -> Ste
     accelerator = make_accelerator(
         "single", precision=precision, accumulation=settings.accumulation, max_grad_norm=settings.max_grad_norm
     )
-    scored = inputs.scored if settings.loss_vocab else inputs.frozen
-    for frozen in {inputs.frozen, scored}:
-        frozen.to(accelerator.device)
-        if precision == "fp32":
-            frozen.lm_head_UD = frozen.lm_head_UD.float()
+    inputs.frozen.to(accelerator.device)
+    if precision == "fp32":
+        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()
     head = build_head(recipe.head, run.target, inputs.frozen, packs[0].aux_TAD.shape[1], recipe.run.seed)
     model, optimizer = accelerator.prepare(head, build_optimizer(head, settings))
     model.train()
-    read = replace(inputs, scored=scored)
+    read = inputs if settings.loss_vocab else replace(inputs, loss_vocab=None)
     threads = micro_batch_threads(accelerator, settings.accumulation)
 
     def step(numbers: list[int]) -> float:

@@ -88,7 +88,7 @@ def find_drift(expected: Expected, counts: DraftCounts, *, tolerance: float, alp
         difference = found - rate
         positions.append(
             {
-                "position": number,
+                "position": number + 1,
                 "expected": rate,
                 "found": found,
                 "difference": difference,

@@ -127,7 +127,7 @@ def render(report: dict[str, Any]) -> str:
     if report["drafts"]:
         lines += ["position  accepted  given the earlier ones"]
         rows = zip(report["per_position"], report["conditional"], report["intervals"]["per_position"], strict=True)
-        for position, (rate, given, (low, high)) in enumerate(rows):
+        for position, (rate, given, (low, high)) in enumerate(rows, 1):
             rounding = "" if low == high else f"   between {low:.4f} and {high:.4f}"
             lines.append(f"{position:8}  {rate:8.3f}  {_number(given):>22}{rounding}")
         lines.append(f"mean acceptance length {report['mean_acceptance_length']:.3f} (the target's own token included)")

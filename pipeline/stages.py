@@ -107,7 +107,13 @@ STAGES: dict[str, Stage] = {
             version=2,
             extra=lambda run: "online" if run.recipe.capture.mode == "online" else None,
         ),
-        Stage(name="train", reads=("encode", "draft-vocab", "capture"), settings=_train_settings, work=train),
+        Stage(
+            name="train",
+            reads=("encode", "draft-vocab", "capture"),
+            settings=_train_settings,
+            work=train,
+            version=2,
+        ),
         Stage(
             name="eval",
             reads=("prompts", "encode", "draft-vocab", "train"),

@@ -90,12 +90,12 @@ class FlopCounter:
         return sum(counts)
 
 
-def loss_flops(rows_K: list[float], lm_head_UD: Tensor, *, trained: bool) -> int:
-    """Of the logits of target and head over the draft vocabulary, and of the head's gradients."""
+def loss_flops(rows_K: list[float], lm_head: int, *, trained: bool) -> int:
+    """Of the logits of target and head by an lm_head of so many weights, and of the head's gradients."""
     if not rows_K:
         return 0
     products = 3 if trained else 2
-    return int(2 * lm_head_UD.numel() * (rows_K[0] + products * sum(rows_K)))
+    return int(2 * lm_head * (rows_K[0] + products * sum(rows_K)))
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -97,10 +97,9 @@ def work(run: Run) -> None:
         max_grad_norm=settings.max_grad_norm,
     )
     inputs = Inputs.open(run)
-    for frozen in {inputs.frozen, inputs.scored}:
-        frozen.to(accelerator.device)
-        if settings.precision == "fp32":
-            frozen.lm_head_UD = frozen.lm_head_UD.float()  # once, instead of at every step
+    inputs.frozen.to(accelerator.device)
+    if settings.precision == "fp32":
+        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()  # once, instead of at every step
     layer_ids = inputs.store.info.layer_ids
     head = build_head(recipe.head, run.target, inputs.frozen, len(layer_ids), recipe.run.seed)
     head.calibrate(inputs.store.get(inputs.rows[0].key)[1], inputs.frozen)

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from drafthead.data.batches import Pack, load_pack
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import Row, common_opening, read_rows
@@ -13,10 +12,10 @@ from drafthead.data.shards import Store
 from drafthead.data.store_faults import sound_rows
 from drafthead.pipeline.heads.base import FrozenTarget
 from drafthead.pipeline.heads.build import build_frozen_target
+from drafthead.pipeline.loss_vocab import LossVocab
 from drafthead.pipeline.online import OnlineStates, open_online
 from drafthead.pipeline.respond import SPLITS
 from drafthead.pipeline.run_dir import Run
-from torch import Tensor
 
 
 @dataclass
@@ -28,8 +27,8 @@ class Inputs:
     heldout_rows: list[Row]
     heldout_store: Store | OnlineStates
     frozen: FrozenTarget
-    scored: FrozenTarget
-    """What the loss looks at; `frozen` but for `train.loss_vocab`."""
+    loss_vocab: LossVocab | None
+    """Which draft tokens the loss looks at; None where it looks at all (`train.loss_vocab`)."""
     opening: int
     """Tokens that all training rows begin with alike."""
 
@@ -44,10 +43,18 @@ class Inputs:
         frozen = build_frozen_target(run.target, vocab)
         opened = open_online(run) if run.recipe.capture.mode == "online" else cls._open_stores(run)
         (rows, store), (heldout_rows, heldout_store) = opened
-        scored = frozen
-        if size := run.recipe.train.loss_vocab:
-            scored = frozen.restricted(most_frequent(rows, size, frozen.target_ids_U, run.target.vocab_size))
-        return cls(rows, store, heldout_rows, heldout_store, frozen, scored, common_opening(rows))
+        size = run.recipe.train.loss_vocab
+        fewer = LossVocab(frozen, rows, size, run.recipe.run.seed) if size is not None and size < vocab.size else None
+        return cls(rows, store, heldout_rows, heldout_store, frozen, fewer, common_opening(rows))
+
+    def scored(self, pack: Pack) -> FrozenTarget:
+        """The target as the loss of a micro batch looks at it."""
+        return self.frozen if self.loss_vocab is None else self.loss_vocab.of(pack)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Draft tokens that the loss of a micro batch looks at."""
+        return len(self.frozen.target_ids_U) if self.loss_vocab is None else self.loss_vocab.size
 
     @staticmethod
     def _open_stores(run: Run) -> list[tuple[list[Row], Store | OnlineStates]]:
@@ -70,10 +77,3 @@ class Inputs:
 def loader_of(store: Store | OnlineStates) -> Callable[[list[Row]], Pack]:
     """What makes packs of rows: their states are read, or computed."""
     return store.load if isinstance(store, OnlineStates) else lambda rows: load_pack(rows, store)
-
-
-def most_frequent(rows: list[Row], size: int, target_ids_U: Tensor, vocab_size: int) -> Tensor:
-    """Those of the given ids that the target wrote most often, ascending; of equals the lowest."""
-    written = [token for row in rows for token in row.input_ids[row.context_length :]]
-    counts_U = torch.bincount(torch.tensor(written), minlength=vocab_size)[target_ids_U]
-    return target_ids_U[counts_U.argsort(descending=True, stable=True)[:size].sort().values]

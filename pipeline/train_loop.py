@@ -107,10 +107,11 @@ def speedometer(
     """Give a function that says what a tally has counted; with the share of the device's peak where that is known."""
     counter = FlopCounter(accelerator.unwrap_model(model))
     peak = peak_flops(accelerator.device, recipe.train.precision)
+    lm_head = inputs.scored_tokens * inputs.frozen.lm_head_UD.shape[1]
 
     def measure(tally: Tally) -> dict[str, float]:
         rows = tally.scored_rows(only_surviving=recipe.train.only_surviving)
-        loss = loss_flops(rows, inputs.scored.lm_head_UD, trained=recipe.head.train_lm_head)
+        loss = loss_flops(rows, lm_head, trained=recipe.head.train_lm_head)
         values = tally.metrics(counter.take() + loss)
         return values if peak is None else {**values, "mfu": values["tflops"] * 1e12 / peak}
 

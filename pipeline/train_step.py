@@ -122,7 +122,7 @@ def run_head(
         only_surviving=settings.only_surviving,
         context_weight=settings.context_weight if model.training else 0.0,
     )
-    output: HeadOutput = model(batch, inputs.scored if model.training else inputs.frozen, objective)
+    output: HeadOutput = model(batch, inputs.scored(pack) if model.training else inputs.frozen, objective)
     return output if counts else without_slots(output)
 
 

@@ -8,7 +8,9 @@ from types import ModuleType
 import pytest
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_jsonl, write_json
-from drafthead.pipeline.run_dir import Run
+from drafthead.pipeline.recipe import load_recipe
+from drafthead.pipeline.run_dir import Run, create_run
+from drafthead.pipeline.stages import STAGES
 from drafthead.pipeline.train_inputs import Inputs
 
 from tests.bench_module import load_bench
@@ -65,12 +67,12 @@ def test_the_table_waits_for_what_is_missing(bench: ModuleType, tmp_path: Path) 
     walk = {"per_position": [0.4, 0.2, 0.1], "mean_acceptance_length": 1.7}
     row = {"seconds": 60.0, "steps": 10, "tokens": 600, "loss": 2.5, "walk": walk, "checkpoint": "x"}
     write_json(tmp_path / "ours.json", row)
-    assert "ratio" not in bench.read_report(tmp_path)
+    assert "ratio" not in bench.read_report(tmp_path, 3)
     write_json(tmp_path / "speculators.json", row)
     for name, length in (("ours", 1.8), ("speculators", 1.5)):
         served = {"per_position": [0.4, 0.2, None], "mean_acceptance_length": length}
-        write_json(tmp_path / f"served-{name}.json", {"served": served, "texts": [[1, 2], [3]]})
-    report = bench.read_report(tmp_path)
+        write_json(tmp_path / f"served-{name}-k3.json", {"served": served, "texts": [[1, 2], [3]]})
+    report = bench.read_report(tmp_path, 3)
     assert report["ratio"] == pytest.approx(1.2)
     assert report["equal_texts"] == "2/2"
     table = bench.render(report)
@@ -85,3 +87,18 @@ def test_states_of_another_version_are_refused(
     monkeypatch.setattr(Run, "key", lambda run, name: next(keys))
     with pytest.raises(InputError, match="stage prompts was made by another version"):
         bench.through(tiny_run, tmp_path, "again", 100, "train")
+
+
+def test_the_other_run_of_speculators_has_the_same_states(
+    bench: ModuleType, tiny_run: Run, cache: Path, tmp_path: Path
+) -> None:
+    def other(*settings: str) -> Run:
+        own = [f"run.dir={tmp_path}", f"run.name={settings[0]}", *settings]
+        return create_run(load_recipe(str(tiny_run.path / "recipe.yaml"), own), STAGES)
+
+    wider = other("draft_vocab.size=200")
+    assert wider.key("draft-vocab") != tiny_run.key("draft-vocab")
+    assert bench.same_states(tiny_run, wider.path).path == wider.path
+    for settings, stage in (("encode.max_length=100", "encode"), ("capture.aux_layers=[1]", "capture")):
+        with pytest.raises(InputError, match=f"stage {stage} is not that of"):
+            bench.same_states(tiny_run, other(settings).path)

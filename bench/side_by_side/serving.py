@@ -13,7 +13,7 @@ K = 3
 
 
 def serve_head(
-    target: Path, head: Path, prompts: Sequence[Prompt], max_new_tokens: int, report: Path
+    target: Path, head: Path, prompts: Sequence[Prompt], max_new_tokens: int, report: Path, k: int = K
 ) -> dict[str, Any]:
     """Serve the target with an EAGLE-3 head, or read what an earlier call left in `report`.
 
@@ -25,7 +25,7 @@ def serve_head(
             model=str(target.resolve()),
             dtype="float32",
             max_num_seqs=64,
-            speculative_config={"method": "eagle3", "model": str(head.resolve()), "num_speculative_tokens": K},
+            speculative_config={"method": "eagle3", "model": str(head.resolve()), "num_speculative_tokens": k},
         )
         requests = [
             Request(key=str(number), prompt_ids=prompt.ids, max_new_tokens=max_new_tokens)

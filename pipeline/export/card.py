@@ -95,7 +95,7 @@ def _acceptance(report: dict[str, Any]) -> str:
     rows = [(text, _number(report[name])) for name, text in MEASURES]
     rows.append(("answers equal to plain decoding", report.get("identical_to_plain") or "not comparable: sampled"))
     pairs = zip(report["per_position"], report["conditional"], strict=True)
-    positions = [(index, _number(joint), _number(given)) for index, (joint, given) in enumerate(pairs)]
+    positions = [(index, _number(joint), _number(given)) for index, (joint, given) in enumerate(pairs, 1)]
     parts = [
         "## Acceptance",
         _table(("measure", "value"), rows),
@@ -152,7 +152,7 @@ def _served(check: dict[str, Any] | None) -> str:
     for one in check["by_k"].values():
         kinds = [one[kind] for kind, _ in SERVED]
         rates = zip(*(kind["per_position"] for kind in kinds), strict=True)
-        rows: list[Sequence[Any]] = [(index, *map(_number, each)) for index, each in enumerate(rates)]
+        rows: list[Sequence[Any]] = [(index, *map(_number, each)) for index, each in enumerate(rates, 1)]
         rows.append(("mean acceptance length", *(_number(kind["mean_acceptance_length"]) for kind in kinds)))
         rows.append(("rounds", *(kind["drafts"] for kind in kinds)))
         parts += [

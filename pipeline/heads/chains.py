@@ -12,7 +12,7 @@ from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.base import DraftLMHead, FrozenTarget, HeadBatch, HeadOutput, Objective
 from torch import Tensor
 
-ROW_MULTIPLE = 32
+ROW_MULTIPLE = 16
 """oneDNN compiles a kernel for every new number of rows; with few different numbers it finds them in its cache."""
 
 
