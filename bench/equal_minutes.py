@@ -81,7 +81,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Served accept length after equal minutes on equal states.")
     parser.add_argument("run", type=Path, help="an EAGLE-3 run whose states and draft vocabulary are used")
     parser.add_argument("--speculators", help="the Python interpreter of an environment with speculators")
-    parser.add_argument("--theirs", type=Path, help="a run of the same states, whose draft vocabulary speculators gets; RUN's if not")
+    parser.add_argument(
+        "--theirs", type=Path, help="a run of the same states, whose draft vocabulary speculators gets; RUN's if not"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "equal-minutes", help="for what is made")
     parser.add_argument("--minutes", type=float, default=6.0, help="of pure training, each")
     parser.add_argument("--step-tokens", type=int, help="of speculators; those of our step unless given")
@@ -174,7 +176,9 @@ def same_states(base: Run, other: Path | None) -> Run:
     run = open_run(other, STAGES, [])
     for stage in ("encode", "capture"):
         if run.key(stage) != base.key(stage):
-            raise InputError(f"--theirs {other}: stage {stage} is not that of {base.path}; give a run of the same states")
+            raise InputError(
+                f"--theirs {other}: stage {stage} is not that of {base.path}; give a run of the same states"
+            )
     return run
 
 

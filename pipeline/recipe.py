@@ -219,9 +219,9 @@ class TrainConfig(Section):
     """Training-time-test steps: how many draft tokens ahead the head is trained; `num_heads` of a Medusa head."""
     loss: Literal["soft_ce", "kl", "lk", "lk_hybrid", "hard_ce"] = "soft_ce"
     loss_vocab: Count | None = None
-    """The loss of a micro batch looks at so many draft tokens only, which is cheaper by as much: the most frequent, those
-    in its answers, and others drawn anew (pipeline/loss_vocab.py); for heads that keep the target's lm_head. Held-out
-    walks and everything after look at all that the head drafts."""
+    """The loss of a micro batch looks at so many draft tokens only, which is cheaper by as much: the most frequent,
+    those in its answers, and others drawn anew (pipeline/loss_vocab.py); for heads that keep the target's lm_head.
+    Held-out walks and everything after look at all that the head drafts."""
     step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
     only_surviving: bool = False

@@ -97,7 +97,7 @@ def test_drift_is_exit_1_and_says_where(drafthead: CommandLine, tmp_path: Path) 
     assert not report["ok"]
     assert [one["verdict"] == "drift" for one in report["drift"]["positions"]] == [False, False, True]
     shown = drafthead("metrics", "--log", "vllm.log", "--expect", "fell").stdout.splitlines()[-1]
-    assert shown.startswith("  position 2: expected 0.560, found 0.370, -0.190 (between")
+    assert shown.startswith("  position 3: expected 0.560, found 0.370, -0.190 (between")
     assert shown.endswith(": drift")
     # what is allowed to differ is no drift
     assert drafthead("metrics", "--log", "vllm.log", "--expect", "fell", "--tolerance", "0.2").code == 0
