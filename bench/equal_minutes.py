@@ -40,7 +40,7 @@ from drafthead.pipeline.train_inputs import Inputs, loader_of  # noqa: E402
 
 sys.path.append(str(ROOT / "bench"))
 from side_by_side.packs import write_packs  # noqa: E402
-from side_by_side.serving import serve_head, show_rates  # noqa: E402
+from side_by_side.serving import K, serve_head, show_rates  # noqa: E402
 
 sys.path.remove(str(ROOT / "bench"))
 
@@ -88,7 +88,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=6.0, help="of pure training, each")
     parser.add_argument("--step-tokens", type=int, help="of speculators; those of our step unless given")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the run's held-out ones unless given")
-    parser.add_argument("--k", type=int, default=3, help="draft tokens of a served round")
+    parser.add_argument("--k", type=int, default=K, help="draft tokens of a served round")
     parser.add_argument("--limit", type=int, default=48, help="prompts that are served, the domains in turn")
     parser.add_argument("--only", choices=PIECES, help="one piece; the others another time")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -147,10 +147,10 @@ def trained(run: Run) -> tuple[int, float]:
 
 def train_peer(base: Run, options: argparse.Namespace) -> None:
     """Train speculators' model on the same rows in the same order, for as many seconds as ours took."""
-    base = same_states(base, options.theirs)
     path = options.folder / "speculators.json"
     if path.is_file():
         return
+    base = same_states(base, options.theirs)
     if not options.speculators:
         raise InputError("--speculators: give the Python interpreter of an environment with speculators")
     seconds = read_json(options.folder / "ours.json")["seconds"]

@@ -138,9 +138,7 @@ def our_step(recipe: Recipe, run: Run, inputs: Inputs, packs: list[Pack]) -> Ste
     accelerator = make_accelerator(
         "single", precision=precision, accumulation=settings.accumulation, max_grad_norm=settings.max_grad_norm
     )
-    inputs.frozen.to(accelerator.device)
-    if precision == "fp32":
-        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()
+    inputs.place(accelerator.device, precision)
     head = build_head(recipe.head, run.target, inputs.frozen, packs[0].aux_TAD.shape[1], recipe.run.seed)
     model, optimizer = accelerator.prepare(head, build_optimizer(head, settings))
     model.train()

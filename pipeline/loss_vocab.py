@@ -31,7 +31,8 @@ class LossVocab:
         """`frozen`: the target with the whole draft vocabulary; `rows`: whose answers are counted."""
         self.frozen, self.size, self.seed = frozen, size, seed
         ids_U = by_frequency(rows, frozen.target_ids_U, len(frozen.draft_ids_V))
-        self.frequent, self.others = ids_U.split([int(size * FREQUENT_SHARE), len(ids_U) - int(size * FREQUENT_SHARE)])
+        frequent = int(size * FREQUENT_SHARE)
+        self.frequent, self.others = ids_U[:frequent], ids_U[frequent:]
         self.is_other_V = torch.zeros(len(frozen.draft_ids_V), dtype=torch.bool)
         self.is_other_V[self.others] = True
 

@@ -97,9 +97,7 @@ def work(run: Run) -> None:
         max_grad_norm=settings.max_grad_norm,
     )
     inputs = Inputs.open(run)
-    inputs.frozen.to(accelerator.device)
-    if settings.precision == "fp32":
-        inputs.frozen.lm_head_UD = inputs.frozen.lm_head_UD.float()  # once, instead of at every step
+    inputs.place(accelerator.device, settings.precision)
     layer_ids = inputs.store.info.layer_ids
     head = build_head(recipe.head, run.target, inputs.frozen, len(layer_ids), recipe.run.seed)
     head.calibrate(inputs.store.get(inputs.rows[0].key)[1], inputs.frozen)

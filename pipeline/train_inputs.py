@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from drafthead.data.batches import Pack, load_pack
 from drafthead.data.draft_vocab import DraftVocab
 from drafthead.data.encoding import Row, common_opening, read_rows
@@ -46,6 +47,12 @@ class Inputs:
         size = run.recipe.train.loss_vocab
         fewer = LossVocab(frozen, rows, size, run.recipe.run.seed) if size is not None and size < vocab.size else None
         return cls(rows, store, heldout_rows, heldout_store, frozen, fewer, common_opening(rows))
+
+    def place(self, device: torch.device, precision: str) -> None:
+        """Move the target's parts to where the head trains, its lm_head in the type of the products."""
+        self.frozen.to(device)
+        if precision == "fp32":
+            self.frozen.lm_head_UD = self.frozen.lm_head_UD.float()  # once, instead of at every step
 
     def scored(self, pack: Pack) -> FrozenTarget:
         """The target as the loss of a micro batch looks at it."""
