@@ -12,6 +12,7 @@ import zlib
 import torch
 from drafthead.data.batches import Pack
 from drafthead.data.encoding import Row
+from drafthead.pipeline.encode import count_supervised
 from drafthead.pipeline.heads.base import FrozenTarget
 from torch import Tensor
 
@@ -55,6 +56,5 @@ class LossVocab:
 
 def by_frequency(rows: list[Row], target_ids_U: Tensor, vocab_size: int) -> Tensor:
     """The given ids, those that the target wrote most often first; of equals the lowest."""
-    written = [token for row in rows for token in row.input_ids[row.context_length :]]
-    counts_U = torch.bincount(torch.tensor(written), minlength=vocab_size)[target_ids_U]
+    counts_U = count_supervised(rows, vocab_size)[target_ids_U]
     return target_ids_U[counts_U.argsort(descending=True, stable=True)]
