@@ -124,7 +124,7 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe as it is, and one that does the work that speculators does: every slot at every step, all trained."""
     everything = {
         "head": recipe.head.model_copy(update={"train_lm_head": True}),
-        "train": recipe.train.model_copy(update={"only_surviving": False, "loss_vocab": None}),
+        "train": recipe.train.model_copy(update={"chains": "all", "loss_vocab": None}),
     }
     return {"ours, by the recipe": recipe, "ours, every slot at every step": recipe.model_copy(update=everything)}
 

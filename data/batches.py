@@ -52,16 +52,38 @@ def stream_packs(lengths: list[int], capacity: int, seed: int) -> Iterator[list[
         yield from plan_epoch(lengths, capacity, seed, epoch)
 
 
-def plan_steps(lengths: list[int], capacity: int, seed: int, packs_per_step: int, tokens: int) -> list[list[list[int]]]:
-    """Steps of `packs_per_step` packs each, until `tokens` tokens have been dealt."""
-    stream = stream_packs(lengths, capacity, seed)
+ALIKE_WITHIN = 16
+"""Steps among whose packs those of a step are chosen; of the recipe's, 2 % of a step is waited then, instead of 10."""
+
+
+def plan_steps(
+    lengths: list[int], slots: list[int], capacity: int, seed: int, packs_per_step: int, tokens: int
+) -> list[list[list[int]]]:
+    """Steps of `packs_per_step` packs each, until `tokens` tokens have been dealt.
+
+    The packs of a step run at once, on ranks or cores, and the step takes as long as its longest: they are those of
+    `ALIKE_WITHIN` steps that have about as many supervised slots (`slots` of each row).
+    """
+    stream = _steps_of_alike(stream_packs(lengths, capacity, seed), slots, packs_per_step, seed)
     steps: list[list[list[int]]] = []
     dealt = 0
     while dealt < tokens:
-        step = [next(stream) for _ in range(packs_per_step)]
-        dealt += sum(lengths[row] for pack in step for row in pack)
-        steps.append(step)
+        steps.append(next(stream))
+        dealt += sum(lengths[row] for pack in steps[-1] for row in pack)
     return steps
+
+
+def _steps_of_alike(
+    packs: Iterator[list[int]], slots: list[int], packs_per_step: int, seed: int
+) -> Iterator[list[list[int]]]:
+    if packs_per_step == 1:
+        yield from ([pack] for pack in packs)
+    for window in itertools.count():
+        dealt = list(itertools.islice(packs, ALIKE_WITHIN * packs_per_step))
+        dealt.sort(key=lambda pack: sum(slots[row] for row in pack))
+        steps = [dealt[start : start + packs_per_step] for start in range(0, len(dealt), packs_per_step)]
+        random.Random(f"{seed}-{window}").shuffle(steps)
+        yield from steps
 
 
 def supervised_slots(row: Row) -> int:

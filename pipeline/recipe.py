@@ -207,6 +207,9 @@ def lora_of(head: HeadConfig) -> LoraConfig | None:
     return head.lora if isinstance(head, MedusaConfig) else None
 
 
+ChainsKept = Literal["all", "surviving", "served"]
+
+
 class TrainConfig(Section):
     init_from: str | None = None
     """Folder of a published head to start from, in vLLM's or speculators' layout; its draft vocabulary is kept."""
@@ -224,8 +227,10 @@ class TrainConfig(Section):
     Held-out walks and everything after look at all that the head drafts."""
     step_weight: float = Field(default=0.8, gt=0)
     """Step j of the unroll weighs step_weight ** j."""
-    only_surviving: bool = False
-    """Train later steps only on slots whose chain has been right so far, as serving does."""
+    chains: ChainsKept = "all"
+    """Draft chains that the later steps are trained on: those of `all` slots, the `surviving` ones, which have been
+    right so far, or of these the ones that `served` rounds would run: a slot within a run of right drafts starts no
+    round. Each takes less time a step than the one before."""
     context_weight: float = Field(default=0.0, ge=0)
     """Weight of slots that predict a prompt's token, against 1 for the target's own: more to learn from per state."""
     learning_rate: float = Field(default=1e-4, gt=0)

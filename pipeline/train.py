@@ -113,9 +113,12 @@ def work(run: Run) -> None:
     joint = None if lora is None else JointModel(head, run.target, lora, recipe.run.seed)
     lengths = [len(row.input_ids) for row in inputs.rows]
     ranks = accelerator.num_processes
-    steps = plan_steps(lengths, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens)
+    slots = [supervised_slots(row) for row in inputs.rows]
+    steps = plan_steps(
+        lengths, slots, settings.batch_tokens, recipe.run.seed, ranks * settings.accumulation, settings.tokens
+    )
     if accelerator.is_main_process:
-        _print_plan(accelerator, joint or head, inputs, lengths, len(steps), recipe)
+        _print_plan(accelerator, joint or head, lengths, sum(slots), len(steps), recipe)
 
     model, optimizer = accelerator.prepare(
         joint or head, build_optimizer(head, settings, joint.adapters() if joint else [])
@@ -215,13 +218,12 @@ def _step_tokens(steps: list[list[list[int]]], lengths: list[int]) -> Iterator[i
 def _print_plan(
     accelerator: Accelerator,
     head: nn.Module,
-    inputs: Inputs,
     lengths: list[int],
+    slots: int,
     num_steps: int,
     recipe: Recipe,
 ) -> None:
     trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    slots = sum(supervised_slots(row) for row in inputs.rows)
     print(
         f"train: {trainable / 1e6:.1f} M parameters, {len(lengths):,} rows, {sum(lengths):,} tokens "
         f"({slots:,} supervised slots), {num_steps:,} steps = {recipe.train.tokens / sum(lengths):.1f} epochs on "

@@ -21,19 +21,17 @@ class Tally:
     loss: float = 0.0
     slots: int = 0
     tokens: int = 0
+    run: list[float] = field(default_factory=list)
     survived: list[float] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
-    def scored_rows(self, *, only_surviving: bool) -> list[float]:
-        """Rows of each draft step that were run and held against the target."""
-        return [*self.chances[:1], *self.survived[:-1]] if only_surviving else self.chances
-
     def add(self, output: HeadOutput) -> None:
         self.loss += float(output.loss.detach())
         self.slots += int(output.rows_K[0])
         survived, chances = output.survived_K.tolist(), output.rows_K.tolist()
+        self.run = _added(self.run, output.run_K.tolist())
         self.survived = _added(self.survived, survived)
         self.chances = _added(self.chances, chances)
         self.overlap = _added(self.overlap, output.overlap_K.tolist())
@@ -47,7 +45,8 @@ class Tally:
         """Values of this process, but `tokens_per_s` of all.
 
         Times are means over the steps; `tflops` says how many of its `flops` (10^12) it did in a second.
-        `slot_survival_*` averages over slots and so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
+        `slot_survival_*` averages over slots (with `chains: served` the later ones over those where a round starts) and
+        so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
         the slots that were trained on, with p renormalised over the draft vocabulary.
         """
         elapsed = time.monotonic() - self.start

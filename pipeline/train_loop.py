@@ -110,8 +110,7 @@ def speedometer(
     lm_head = inputs.scored_tokens * inputs.frozen.lm_head_UD.shape[1]
 
     def measure(tally: Tally) -> dict[str, float]:
-        rows = tally.scored_rows(only_surviving=recipe.train.only_surviving)
-        loss = loss_flops(rows, lm_head, trained=recipe.head.train_lm_head)
+        loss = loss_flops(tally.run, lm_head, trained=recipe.head.train_lm_head)
         values = tally.metrics(counter.take() + loss)
         return values if peak is None else {**values, "mfu": values["tflops"] * 1e12 / peak}
 

@@ -119,7 +119,7 @@ def run_head(
         depth=depth,
         loss=settings.loss,
         step_weight=settings.step_weight,
-        only_surviving=settings.only_surviving,
+        chains=settings.chains if model.training else "surviving",
         context_weight=settings.context_weight if model.training else 0.0,
     )
     output: HeadOutput = model(batch, inputs.scored(pack) if model.training else inputs.frozen, objective)

@@ -24,12 +24,22 @@ class TargetStates:
     state_RE: Tensor
     lm_head_UE: Tensor
 
+    def rows(self, index_X: Tensor) -> "TargetStates":
+        return TargetStates(state_RE=self.state_RE[index_X], lm_head_UE=self.lm_head_UE)
+
+    def written_out(self) -> "TargetLogits":
+        """The product, in the dtype of the states."""
+        return TargetLogits(logits_RU=self.state_RE @ self.lm_head_UE.to(self.state_RE.dtype).T)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLogits:
     """Target logits over the draft vocabulary, [R, U]."""
 
     logits_RU: Tensor
+
+    def rows(self, index_X: Tensor) -> "TargetLogits":
+        return TargetLogits(logits_RU=self.logits_RU[index_X])
 
 
 @dataclass(frozen=True, kw_only=True)

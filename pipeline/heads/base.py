@@ -15,6 +15,7 @@ from drafthead.eval.protocols import TreeDrafter
 from drafthead.kernels.linear_soft_ce.op import linear_soft_ce
 from drafthead.kernels.linear_soft_ce.reference import TargetStates
 from drafthead.pipeline.heads.blocks import rms_normalize
+from drafthead.pipeline.recipe import ChainsKept
 from torch import Tensor, nn
 
 
@@ -58,8 +59,8 @@ class Objective:
     loss: str = "soft_ce"
     step_weight: float = 1.0
     """Step j weighs step_weight ** j."""
-    only_surviving: bool = False
-    """Drop a slot from the later steps once its chain has missed, as serving does."""
+    chains: ChainsKept = "all"
+    """Which chains go on to the later steps: see `TrainConfig.chains`."""
     context_weight: float = 0.0
     """Weight of slots that predict a context token; they are in no count of the output."""
 
@@ -71,7 +72,8 @@ class HeadOutput:
     Attributes:
         loss: sum over steps j of step_weight ** j times the summed row losses; a scalar with a gradient.
         loss_K: The summed row losses of each step, unweighted, detached.
-        rows_K: How many slots each step supervised.
+        rows_K: How many slots each step supervised; with `chains: served`, of those where a round starts.
+        run_K: How many rows each step ran.
         survived_K: For how many of them the draft tokens up to and with this step were all right
             (over the full vocabulary: a token that the draft vocabulary lacks is a miss).
         survived_TK: The same flag of each slot.
@@ -81,6 +83,7 @@ class HeadOutput:
     loss: Tensor
     loss_K: Tensor
     rows_K: Tensor
+    run_K: Tensor
     survived_K: Tensor
     survived_TK: Tensor
     overlap_K: Tensor

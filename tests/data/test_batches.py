@@ -1,17 +1,27 @@
 """Packs: every row once an epoch, within capacity, in an order that seed and epoch alone decide."""
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from drafthead.data.batches import load_pack, plan_epoch, plan_steps, prefetch, stream_packs, supervised_slots
+from drafthead.data.batches import (
+    ALIKE_WITHIN,
+    load_pack,
+    plan_epoch,
+    plan_steps,
+    prefetch,
+    stream_packs,
+    supervised_slots,
+)
 from drafthead.data.encoding import Row
 from drafthead.data.shards import ShardWriter, Store
 from drafthead.data.store_format import StoreInfo
 
 A, D = 2, 4
 LENGTHS = [5, 17, 3, 64, 9, 9, 1, 30, 22, 8, 40, 12]
+SLOTS = [max(0, length - 2) for length in LENGTHS]
 
 
 def make_row(number: int, length: int, context: int = 1) -> Row:
@@ -74,17 +84,39 @@ def test_the_stream_is_one_epoch_after_another() -> None:
 @pytest.mark.parametrize("packs_per_step", [1, 3], ids=lambda count: f"{count} packs a step")
 @pytest.mark.parametrize("tokens", [1, 200, 1000], ids=lambda tokens: f"{tokens} tokens")
 def test_steps_are_full_and_end_once_the_tokens_are_dealt(packs_per_step: int, tokens: int) -> None:
-    steps = plan_steps(LENGTHS, 64, 0, packs_per_step, tokens)
+    steps = plan_steps(LENGTHS, SLOTS, 64, 0, packs_per_step, tokens)
     assert {len(step) for step in steps} == {packs_per_step}
     sizes = [sum(LENGTHS[row] for pack in step for row in pack) for step in steps]
     assert sum(sizes) >= tokens > sum(sizes[:-1])
     dealt = [pack for step in steps for pack in step]
-    assert dealt == list(itertools.islice(stream_packs(LENGTHS, 64, 0), len(dealt)))
+    if packs_per_step == 1:
+        assert dealt == list(itertools.islice(stream_packs(LENGTHS, 64, 0), len(dealt)))
+
+
+def test_the_packs_of_a_step_are_alike_and_no_row_is_lost() -> None:
+    """What runs at once should take as long."""
+    generator = random.Random(0)
+    lengths = [generator.randint(4, 60) for _ in range(500)]
+    slots = [generator.randint(1, length - 2) for length in lengths]
+    steps = plan_steps(lengths, slots, 64, 0, 2, 3 * sum(lengths))
+    window = 2 * ALIKE_WITHIN
+    dealt = [pack for step in steps for pack in step]
+    streamed = list(itertools.islice(stream_packs(lengths, 64, 0), len(dealt)))
+    for start in range(0, len(dealt) - window, window):
+        assert sorted(dealt[start : start + window]) == sorted(streamed[start : start + window])
+
+    def waited(pairs: list[list[list[int]]]) -> float:
+        work = [[sum(slots[row] for row in pack) for pack in pair] for pair in pairs]
+        return sum(max(one) - min(one) for one in work) / sum(map(sum, work))
+
+    assert waited(steps) < 0.25 * waited([streamed[at : at + 2] for at in range(0, len(streamed), 2)])
+    totals = [sum(slots[row] for pack in step for row in pack) for step in steps[:ALIKE_WITHIN]]
+    assert totals != sorted(totals), "large and small steps take turns"
 
 
 def test_a_longer_plan_begins_with_the_shorter_one() -> None:
     """So a run can go on where it stopped, with more tokens too."""
-    short, long = (plan_steps(LENGTHS, 64, 0, 2, tokens) for tokens in (300, 900))
+    short, long = (plan_steps(LENGTHS, SLOTS, 64, 0, 2, tokens) for tokens in (300, 900))
     assert len(long) > len(short)
     assert long[: len(short)] == short
 

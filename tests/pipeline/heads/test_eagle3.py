@@ -7,6 +7,7 @@ vocabulary, K unroll depth, R rows of one step.
 """
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from drafthead.kernels.linear_soft_ce.reference import row_losses
-from drafthead.pipeline.heads import recursive
+from drafthead.pipeline.heads import chains, recursive
 from drafthead.pipeline.heads.base import FrozenTarget, HeadBatch, HeadOutput, Objective
+from drafthead.pipeline.heads.chains import round_starts
 from drafthead.pipeline.heads.eagle3 import EMBEDDING_SHARE, Eagle3, Eagle3Options, initialise_from_target
 from drafthead.pipeline.heads.recursive import DraftCache, decode_step
 from drafthead.pipeline.target import Target, open_target
@@ -511,27 +513,74 @@ def test_drafts_do_see_all_of_the_past(changed: str) -> None:
 # ---- only surviving slots --------------------------------------------------------------------------------
 
 
-def only_surviving(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch) -> HeadOutput:
-    output: HeadOutput = head(batch, frozen, Objective(depth=K, step_weight=STEP_WEIGHT, only_surviving=True))
+def surviving(head: Eagle3, frozen: FrozenTarget, batch: HeadBatch) -> HeadOutput:
+    output: HeadOutput = head(batch, frozen, Objective(depth=K, step_weight=STEP_WEIGHT, chains="surviving"))
     return output
 
 
-def test_only_surviving_gives_the_same_flags_and_less_loss() -> None:
+def test_surviving_chains_give_the_same_flags_and_less_loss() -> None:
     head, frozen = make_head(), make_frozen()
     batch = pack(*(make_document(head, frozen, 20, 3, seed=seed) for seed in range(4)))
-    everything, kept = unroll(head, frozen, batch).output, only_surviving(head, frozen, batch)
+    everything, kept = unroll(head, frozen, batch).output, surviving(head, frozen, batch)
     assert torch.equal(kept.survived_TK, everything.survived_TK)
     assert everything.survived_K[-1] > 0
     assert torch.equal(kept.loss_K[0], everything.loss_K[0])
     assert (kept.loss_K[1:] < everything.loss_K[1:]).all()
 
 
+def test_served_chains_are_the_surviving_ones_that_a_round_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "STILL_RIGHT", 1.0)
+    head, frozen = make_head(), make_frozen()
+    batch = pack(*(make_document(head, frozen, 20, 3, seed=seed) for seed in range(4)))
+    kept = surviving(head, frozen, batch)
+    served = head(batch, frozen, Objective(depth=K, step_weight=STEP_WEIGHT, chains="served"))
+    starts_T = round_starts(kept.survived_TK[:, 0], batch.step_masks(K)[0], K, random.Random())
+    skipped_T = batch.step_masks(K)[0] & ~starts_T
+    assert (skipped_T & kept.survived_TK[:, 1]).any(), "a chain that only `surviving` runs"
+    assert torch.equal(served.survived_TK[:, 0], kept.survived_TK[:, 0])
+    assert torch.equal(served.survived_TK[:, 1:], kept.survived_TK[:, 1:] & starts_T[:, None])
+    assert served.rows_K.tolist() == [int(kept.rows_K[0]), *(batch.step_masks(K)[1:] & starts_T).sum(1).tolist()]
+    assert served.run_K[0] == kept.run_K[0]
+    assert (served.run_K[1:] < kept.run_K[1:])[:1].all()
+    assert torch.equal(served.loss_K[0], kept.loss_K[0])
+    assert 0 < served.loss_K[1] < kept.loss_K[1]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "starts"),
+    [
+        ("wwww", "^^^^"),
+        ("rwrw", "^ ^ "),
+        ("rrrrrrw", "^   ^  "),  # three are accepted, the target gives the fourth
+        ("rrwwrrrr", "^  ^^   "),
+        ("rrr", "^  "),
+        (" rr  rw ww", " ^   ^  ^^"),  # each answer starts a round of its own
+        ("    ", "    "),
+    ],
+)
+def test_rounds_start_behind_the_first_wrong_draft(drawn: str, starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "STILL_RIGHT", 1.0)
+    hit_T, slot_T = (torch.tensor([letter in wanted for letter in drawn]) for wanted in ("r", "rw"))
+    assert "".join("^" if one else " " for one in round_starts(hit_T, slot_T, 3, random.Random()).tolist()) == starts
+
+
+def test_a_run_of_right_first_drafts_ends_by_chance() -> None:
+    """First drafts come from the target's own states; those of a chain are right less often."""
+    hit_T = torch.ones(40_000, dtype=torch.bool)
+    starts = round_starts(hit_T, hit_T, 3, random.Random(0)).nonzero().squeeze(-1)
+    share = chains.STILL_RIGHT
+    assert float(starts.diff().float().mean()) == pytest.approx(2 + share + share**2, rel=0.01)
+    assert set(starts.diff().tolist()) == {2, 3, 4}
+    assert torch.equal(starts, round_starts(hit_T, hit_T, 3, random.Random(0)).nonzero().squeeze(-1))
+    assert not torch.equal(starts, round_starts(hit_T, hit_T, 3, random.Random(1)).nonzero().squeeze(-1))
+
+
 @pytest.mark.parametrize("length", [8, 20])
-def test_only_surviving_with_no_survivor_stops_after_the_first_step(length: int) -> None:
+def test_surviving_chains_with_no_survivor_stops_after_the_first_step(length: int) -> None:
     head, frozen = make_head(), make_frozen()
     document = make_document(head, frozen, length, 3, seed=21)
     missed = replace(document, tokens_T=document.tokens_T // 2 * 2)  # even tokens cannot be drafted
-    everything, kept = unroll(head, frozen, pack(missed)).output, only_surviving(head, frozen, pack(missed))
+    everything, kept = unroll(head, frozen, pack(missed)).output, surviving(head, frozen, pack(missed))
     assert not kept.survived_TK.any()
     assert not everything.survived_TK.any()
     assert kept.loss_K[1:].tolist() == [0, 0, 0]
