@@ -6,11 +6,14 @@ clipping at 1.0, autocast, a linear schedule. Where its default needs a GPU, wha
 torch's SDPA.
 """
 
+import contextlib
 import json
 import sys
 import time
 from argparse import Namespace
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -72,11 +75,17 @@ class Trainer:
             optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for one in (*self.optimizers, *self.schedulers):
-            one.step()
+        with muon_in_fp32() if self.dtype == torch.float32 else contextlib.nullcontext():
+            for one in (*self.optimizers, *self.schedulers):
+                one.step()
         seconds = time.perf_counter() - start
         assert torch.isfinite(loss)
         return loss.item(), seconds
+
+
+def muon_in_fp32() -> AbstractContextManager:
+    """torch's Muon orthogonalises in bf16, whatever it is given: 24 s a step on a CPU without bf16, where fp32 takes 1."""
+    return mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
 
 
 def build(folder: Path, settings: dict) -> Eagle3DraftModel:
