@@ -112,7 +112,7 @@ STAGES: dict[str, Stage] = {
             reads=("encode", "draft-vocab", "capture"),
             settings=_train_settings,
             work=train,
-            version=2,
+            version=3,
         ),
         Stage(
             name="eval",

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from drafthead.data.batches import load_pack, plan_epoch, plan_steps, supervised_slots
 from drafthead.data.errors import InputError
 from drafthead.data.files import read_json, read_jsonl
@@ -336,6 +337,21 @@ def test_every_batch_has_a_supervised_slot(run_with: Any) -> None:
     output.loss.backward()
     assert output.rows_K.tolist() == [1, 0, 0]
     assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)
+
+
+def test_which_chains_are_trained_does_not_change_the_heldout_walk(run_with: Any) -> None:
+    """`served` leaves out chains that the walk may come upon: there all are run that go on."""
+    run = run_with("r", *C17)
+    inputs = Inputs.open(run)
+    head = build_head(run.recipe.head, run.target, inputs.frozen, 3, seed=0)
+    walks = []
+    for chains in ("all", "surviving", "served"):
+        settings = run.recipe.train.model_copy(update={"chains": chains})
+        recipe = run.recipe.model_copy(update={"train": settings})
+        walks.append(heldout.heldout_walk(Accelerator(cpu=True), head, inputs, recipe))
+        assert head.training
+    assert walks[0] == walks[1] == walks[2]
+    assert walks[0]["per_position"][0] > 0
 
 
 @pytest.mark.parametrize("total", [10, 100, 1000])
