@@ -3,7 +3,7 @@
 Reads numbers of packs, answers `bench SECONDS`. As its trainer does by default (0.9.0: train/config/schema.py): a layer
 with norms before the residual and the fusion and on the output, KL loss, Muon for matrices and AdamW for the rest,
 clipping at 1.0, autocast, a linear schedule. Where its default needs a GPU, what runs on a CPU: the eager loss and
-torch's SDPA.
+torch's SDPA; where fp32 is the faster type, Muon in it too.
 """
 
 import contextlib
