@@ -462,10 +462,10 @@ def test_two_ranks_train_the_head_of_one(
 
 def test_one_rank_goes_on_where_two_were(run_with: Any, one_rank: dict[str, Any]) -> None:
     """With twice the accumulation: the steps, and so the weights, stay what they were."""
-    before = run_with("before", *FEW, "run.launch=ddp")
+    before = run_with("before", *FEW, "train.keep=last", "run.launch=ddp")
     assert before.run_stage("train")
     checkpoints = before.path / "train" / "checkpoints"
-    run = run_with("after", *FEW)
+    run = run_with("after", *FEW, "train.keep=last")
     shutil.copytree(checkpoints / "step-00000002", run.path / "train" / "checkpoints" / "step-00000002")
     training.work(run)
     assert log(run, "learning_rate") == log(before, "learning_rate")[2:]
