@@ -84,7 +84,7 @@ class Trainer:
 
 
 def muon_in_fp32() -> AbstractContextManager:
-    """torch's Muon orthogonalises in bf16, whatever it is given: 24 s a step on a CPU without bf16, where fp32 takes 1."""
+    """torch's Muon orthogonalises in bf16 whatever it is given: 24 s a step on a CPU without bf16, in fp32 one."""
     return mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
 
 
