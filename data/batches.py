@@ -6,6 +6,7 @@ a break, so no rank ever gets an empty or short last batch.
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Pack:
     """True where the token is one that the target generates."""
     documents: list[tuple[int, int]]
     """(start, length) of each row in the pack, in order, covering 0..T."""
+
+    def checksum(self, start: int = 0) -> int:
+        """Of its tokens: a seed that a resumed run, and any number of ranks, gives this pack again."""
+        return zlib.crc32(self.tokens_T.cpu().numpy().tobytes(), start)
 
 
 def plan_epoch(lengths: list[int], capacity: int, seed: int, epoch: int) -> list[list[int]]:
@@ -62,9 +67,9 @@ def plan_steps(
     """Steps of `packs_per_step` packs each, until `tokens` tokens have been dealt.
 
     The packs of a step run at once, on ranks or cores, and the step takes as long as its longest: they are those of
-    `ALIKE_WITHIN` steps that have about as many supervised slots (`slots` of each row).
+    `ALIKE_WITHIN` steps of an epoch that have about as many supervised slots (`slots` of each row).
     """
-    stream = _steps_of_alike(stream_packs(lengths, capacity, seed), slots, packs_per_step, seed)
+    stream = _steps_of_alike(lengths, slots, capacity, seed, packs_per_step)
     steps: list[list[list[int]]] = []
     dealt = 0
     while dealt < tokens:
@@ -74,16 +79,26 @@ def plan_steps(
 
 
 def _steps_of_alike(
-    packs: Iterator[list[int]], slots: list[int], packs_per_step: int, seed: int
+    lengths: list[int], slots: list[int], capacity: int, seed: int, packs_per_step: int
 ) -> Iterator[list[list[int]]]:
+    """Without end; every epoch is dealt out before the next one, so that no row is seen twice before all others are."""
     if packs_per_step == 1:
-        yield from ([pack] for pack in packs)
-    for window in itertools.count():
-        dealt = list(itertools.islice(packs, ALIKE_WITHIN * packs_per_step))
-        dealt.sort(key=lambda pack: sum(slots[row] for row in pack))
-        steps = [dealt[start : start + packs_per_step] for start in range(0, len(dealt), packs_per_step)]
-        random.Random(f"{seed}-{window}").shuffle(steps)
-        yield from steps
+        yield from ([pack] for pack in stream_packs(lengths, capacity, seed))
+    left: list[list[int]] = []
+    for epoch in itertools.count():
+        packs = left + plan_epoch(lengths, capacity, seed, epoch)
+        if left and len(packs) >= packs_per_step:  # a step of two epochs
+            yield packs[:packs_per_step]
+            packs = packs[packs_per_step:]
+        whole = len(packs) - len(packs) % packs_per_step
+        chance = random.Random(f"{seed}-{epoch}-alike")
+        for start in range(0, whole, ALIKE_WITHIN * packs_per_step):
+            window = packs[start : min(start + ALIKE_WITHIN * packs_per_step, whole)]
+            window.sort(key=lambda pack: sum(slots[row] for row in pack))
+            steps = [window[first : first + packs_per_step] for first in range(0, len(window), packs_per_step)]
+            chance.shuffle(steps)
+            yield from steps
+        left = packs[whole:]
 
 
 def supervised_slots(row: Row) -> int:

@@ -7,8 +7,6 @@ head that drafts the others badly, the longer the worse (docs/log.md).
 Shapes: U draft vocabulary, V target vocabulary, S tokens of a set.
 """
 
-import zlib
-
 import torch
 from drafthead.data.batches import Pack
 from drafthead.data.encoding import Row
@@ -44,8 +42,8 @@ class LossVocab:
     def ids(self, pack: Pack) -> Tensor:
         """Target ids [S], ascending."""
         tokens_T = pack.tokens_T.cpu()
-        seed = zlib.crc32(tokens_T.numpy().tobytes(), self.seed)
-        drawn = self.others[torch.randperm(len(self.others), generator=torch.Generator().manual_seed(seed))]
+        generator = torch.Generator().manual_seed(pack.checksum(self.seed))
+        drawn = self.others[torch.randperm(len(self.others), generator=generator)]
         written = tokens_T[pack.supervised_T.cpu()].unique()
         written = written[self.is_other_V[written]]
         is_written_V = torch.zeros_like(self.is_other_V)

@@ -46,8 +46,8 @@ class Tally:
 
         Times are means over the steps; `tflops` says how many of its `flops` (10^12) it did in a second.
         `slot_survival_*` averages over slots (with `chains: served` the later ones over those where a round starts) and
-        so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of
-        the slots that were trained on, with p renormalised over the draft vocabulary.
+        so overestimates serving; `draft_vocab_overlap_*` is sum min(p, q) of the slots that were trained on, with p
+        renormalised over the draft vocabulary.
         """
         elapsed = time.monotonic() - self.start
         steps = max(1, self.steps)

@@ -108,10 +108,8 @@ def linear_soft_ce(
 ) -> LossRows:
     """See `op.linear_soft_ce`; materialises everything."""
     logits_RU = (hidden_RD @ weight_UD.T).to(weight_R.dtype)
-    if isinstance(target, TargetStates):
-        target_RU = (target.state_RE @ target.lm_head_UE.T).to(weight_R.dtype)
-    else:
-        target_RU = target.logits_RU.to(weight_R.dtype)
+    written = target.written_out() if isinstance(target, TargetStates) else target
+    target_RU = written.logits_RU.to(weight_R.dtype)
     log_sum_R = target_RU.logsumexp(-1) if log_sum_R is None else log_sum_R
     p_RU = (target_RU - log_sum_R[:, None]).exp()
     wanted_R = weight_R != 0

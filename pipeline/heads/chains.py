@@ -6,7 +6,6 @@ Shapes: T packed tokens, D hidden, U draft vocabulary, K draft steps, R rows of 
 """
 
 import random
-import zlib
 
 import torch
 from drafthead.kernels.linear_soft_ce.reference import TargetLogits, TargetStates
@@ -110,7 +109,7 @@ class Chains:
 
     def _keep_rounds(self) -> None:
         """Later steps go on from where a round starts alone; chosen by the tokens, so that a resumed run repeats it."""
-        chance = random.Random(zlib.crc32(self.batch.tokens_T.cpu().numpy().tobytes()))
+        chance = random.Random(self.batch.checksum())
         starts_T = round_starts(self.survived_TK[:, 0], self.loss_KT[0], self.objective.depth, chance)
         self.mask_KT[1:] &= starts_T
         self.loss_KT[1:] &= starts_T

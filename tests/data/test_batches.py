@@ -99,11 +99,7 @@ def test_the_packs_of_a_step_are_alike_and_no_row_is_lost() -> None:
     lengths = [generator.randint(4, 60) for _ in range(500)]
     slots = [generator.randint(1, length - 2) for length in lengths]
     steps = plan_steps(lengths, slots, 64, 0, 2, 3 * sum(lengths))
-    window = 2 * ALIKE_WITHIN
-    dealt = [pack for step in steps for pack in step]
-    streamed = list(itertools.islice(stream_packs(lengths, 64, 0), len(dealt)))
-    for start in range(0, len(dealt) - window, window):
-        assert sorted(dealt[start : start + window]) == sorted(streamed[start : start + window])
+    streamed = list(itertools.islice(stream_packs(lengths, 64, 0), 2 * len(steps)))
 
     def waited(pairs: list[list[list[int]]]) -> float:
         work = [[sum(slots[row] for row in pack) for pack in pair] for pair in pairs]
@@ -112,6 +108,14 @@ def test_the_packs_of_a_step_are_alike_and_no_row_is_lost() -> None:
     assert waited(steps) < 0.25 * waited([streamed[at : at + 2] for at in range(0, len(streamed), 2)])
     totals = [sum(slots[row] for pack in step for row in pack) for step in steps[:ALIKE_WITHIN]]
     assert totals != sorted(totals), "large and small steps take turns"
+
+
+@pytest.mark.parametrize("packs_per_step", [1, 2, 3, 40], ids=lambda count: f"{count} packs a step")
+def test_every_epoch_is_dealt_before_the_next_one(packs_per_step: int) -> None:
+    steps = plan_steps(LENGTHS, SLOTS, 64, 0, packs_per_step, 5 * sum(LENGTHS))
+    dealt = [row for step in steps for pack in step for row in pack]
+    for start in range(0, len(dealt) - len(LENGTHS), len(LENGTHS)):
+        assert sorted(dealt[start : start + len(LENGTHS)]) == list(range(len(LENGTHS)))
 
 
 def test_a_longer_plan_begins_with_the_shorter_one() -> None:

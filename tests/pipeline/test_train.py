@@ -191,6 +191,9 @@ def test_an_epoch_sees_every_row_once() -> None:
     for epoch in range(3):
         packs = plan_epoch(lengths, 32, seed=1, epoch=epoch)
         assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    steps = plan_steps(lengths, lengths, 32, 1, packs_per_step=2, tokens=400)
+    dealt = [row for step in steps for pack in step for row in pack]
+    assert sorted(dealt[: len(lengths)]) == list(range(len(lengths)))
     assert plan_epoch(lengths, 32, 1, 0) != plan_epoch(lengths, 32, 1, 1)
 
 
