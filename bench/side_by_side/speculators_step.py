@@ -21,7 +21,6 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
 from speculators.train.cli import create_transformer_layer_config
 from speculators.train.optimizers import build_optimizers
-from transformers import get_linear_schedule_with_warmup
 
 OPTIMIZER = Namespace(
     optimizer="muon",
@@ -41,29 +40,26 @@ LAYER = {
     "sliding_window": 2048,
     "full_attention_indices": [],
 }
-WARM_UP = 100
-"""One step of so many."""
+WARM_UP = 0.01
+"""Share of a training in which the rate rises."""
 
 
 class Trainer:
     """A new model and what takes its steps."""
 
-    def __init__(self, folder: Path, settings: dict, total_steps: int | None = None):
-        """`total_steps`: length of the schedule; without one the rates stay as they are."""
+    def __init__(self, folder: Path, settings: dict):
         self.model = build(folder, settings)
         self.model.train()
         self.ttt_steps = settings["ttt_steps"]
         self.dtype = torch.bfloat16 if settings["precision"] == "bf16" else torch.float32
         self.optimizers = build_optimizers(self.model, OPTIMIZER)
-        self.schedulers = []
-        if total_steps is not None:
-            self.schedulers = [
-                get_linear_schedule_with_warmup(one, total_steps // WARM_UP, total_steps) for one in self.optimizers
-            ]
+        self.groups = [(group, group["lr"]) for one in self.optimizers for group in one.param_groups]
         self.loss_config = resolve_loss_config("kl_div", "eager")
 
-    def step(self, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-        """Returns the loss and the seconds that the step took."""
+    def step(self, batch: dict[str, torch.Tensor], done: float = WARM_UP) -> tuple[float, float]:
+        """Returns the loss and the seconds that the step took; `done`: share of the training that lies behind it."""
+        for group, rate in self.groups:
+            group["lr"] = rate * min(done / WARM_UP, (1 - done) / (1 - WARM_UP))
         if self.dtype == torch.float32:
             batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
         start = time.perf_counter()
@@ -76,7 +72,7 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         with muon_in_fp32() if self.dtype == torch.float32 else contextlib.nullcontext():
-            for one in (*self.optimizers, *self.schedulers):
+            for one in self.optimizers:
                 one.step()
         seconds = time.perf_counter() - start
         assert torch.isfinite(loss)
