@@ -4,7 +4,8 @@ Id i is the residual stream entering layer i; the number of layers stands for th
 """
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,13 @@ class Opening:
 
 
 class StateRecorder:
-    """Run the decoder and keep the states that enter the chosen layers and the final norm, for each thread its own."""
+    """Run the decoder and keep the states that enter the chosen layers and the final norm, for each thread its own.
+
+    Its hooks leave the model with it: several recorders may read one model after another.
+    """
 
     def __init__(self, model: nn.Module, layers: list[int], *, detach: bool = True):
         """`detach`: keep states without the graph that a gradient would need."""
-        self.detach = detach
         self.decoder, blocks, self.norm = find_decoder(model)
         self.layers = layers
         self.local = threading.local()
@@ -47,19 +50,9 @@ class StateRecorder:
         count = len(blocks)
         for layer in {*layers, count}:
             module = self.norm if layer == count else blocks[layer]
-            module.register_forward_pre_hook(self._keep(layer), with_kwargs=True)
+            hook = module.register_forward_pre_hook(_keep(self.local, layer, detach=detach), with_kwargs=True)
+            weakref.finalize(self, hook.remove)
         self.last_id = count
-
-    def _keep(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            state = args[0] if args else kwargs["hidden_states"]
-            self._states()[layer] = state.detach() if self.detach else state
-
-        return hook
-
-    def _states(self) -> dict[int, Tensor]:
-        states: dict[int, Tensor] = self.local.__dict__.setdefault("states", {})
-        return states
 
     def share_opening(self, ids: list[int]) -> None:
         """Run what all rows to come begin with; `record` then runs only what follows it.
@@ -94,12 +87,12 @@ class StateRecorder:
         if not self.layers:
             batch, length, size = self.last().shape
             return self.last().new_empty(batch, length, 0, size)
-        states = self._states()
+        states = _states(self.local)
         return torch.stack([states[layer] for layer in self.layers], 2)
 
     def last(self) -> Tensor:
         """State before the final norm of this thread's latest pass: [B, T, D]."""
-        return self._states()[self.last_id]
+        return _states(self.local)[self.last_id]
 
     def record(self, rows: list[list[int]], stored: torch.dtype | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Run token id rows as one batch; yield aux [T, A, D] and last [T, D] of each, on the CPU, as `stored`.
@@ -122,6 +115,22 @@ class StateRecorder:
                     torch.cat([self.opening.aux_PAD.to(aux), aux[number, :end]]),
                     torch.cat([self.opening.last_PD.to(last), last[number, :end]]),
                 )
+
+
+def _states(local: threading.local) -> dict[int, Tensor]:
+    """States of this thread's latest pass, by layer."""
+    states: dict[int, Tensor] = local.__dict__.setdefault("states", {})
+    return states
+
+
+def _keep(local: threading.local, layer: int, *, detach: bool) -> Callable[..., None]:
+    """A hook that holds on to the states alone, not to their recorder, which would never end then."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        state = args[0] if args else kwargs["hidden_states"]
+        _states(local)[layer] = state.detach() if detach else state
+
+    return hook
 
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, nn.Module]:

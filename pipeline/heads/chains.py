@@ -124,7 +124,7 @@ class Chains:
         predicted_R = self.lookup_T[row_R + step]
         supervised_R = self.mask_KT[step, row_R]
         weight_R = torch.where(supervised_R, 1.0, objective.context_weight) * self.real_R
-        wanted = self.wanted.rows(predicted_R)
+        wanted = self.wanted.rows(predicted_R) if step else self.wanted  # the first step's are in this very order
         label_R = self.label_R[predicted_R]
         loss, _, alive_R, overlap_R = lm_head(out_RD, wanted, weight_R, label_R, objective.loss)
         self.run.append(self.real_R.sum())

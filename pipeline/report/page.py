@@ -17,7 +17,7 @@ from typing import Any
 from drafthead.data.files import write_text
 from drafthead.pipeline.export.base_model import describe_base
 from drafthead.pipeline.export.card import HEADS
-from drafthead.pipeline.export.folder import serve_command
+from drafthead.pipeline.export.folder import serve_command, typed_here
 from drafthead.pipeline.report.curves import last_row, training_charts
 from drafthead.pipeline.report.numbers import Numbers
 from drafthead.pipeline.report.sources import PLAN, Sources, fingerprint, read_sources
@@ -98,7 +98,7 @@ def describe_run(run: Run, sources: Sources) -> dict[str, Any]:
         "stages": stages,
         "timed_stages": [("run.json", "stages", stage["name"], "seconds") for stage in timed],
         "longest_stage": max((stage["seconds"] for stage in timed), default=0) or 1,
-        "serve_command": serve_command(Path(served_from), run.path / "export") if served_from else None,
+        "serve_command": typed_here(serve_command(Path(served_from), run.path / "export")) if served_from else None,
         "facts": list_facts(run, sources),
         "recipe_text": (run.path / "recipe.yaml").read_text(encoding="utf-8"),
     }

@@ -134,6 +134,19 @@ def test_recorded_states_are_copies(llama: Any) -> None:
     assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
 
 
+def test_a_recorder_that_is_gone_leaves_no_hook_behind() -> None:
+    """`compare` makes one for each contestant over the same model."""
+    target = ToyTarget()
+    modules = [*target.model.layers, target.model.norm]
+    kept, gone = StateRecorder(target, [1, 3]), StateRecorder(target, [3, 5])
+    gone.forward(torch.tensor([[1, 2]]))
+    assert [len(module._forward_pre_hooks) for module in modules] == [0, 1, 0, 2, 0, 1, 0, 0, 2]
+    del gone
+    assert [len(module._forward_pre_hooks) for module in modules] == [0, 1, 0, 1, 0, 0, 0, 0, 1]
+    kept.forward(torch.tensor([[1, 2]]))
+    assert kept.aux()[0, 0, :, 0].tolist() == [1, 7]
+
+
 @pytest.mark.parametrize(
     ("wrapper", "names"),
     [("model", ("layers", "norm")), ("transformer", ("h", "ln_f")), ("backbone", ("layers", "norm_f"))],

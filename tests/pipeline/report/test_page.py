@@ -11,6 +11,7 @@ import pytest
 from drafthead.eval.cost_fit import POOR_FIT
 from drafthead.pipeline.arguments import parse
 from drafthead.pipeline.cli import report_errors
+from drafthead.pipeline.export.folder import serve_command, typed_here
 from drafthead.pipeline.report.curves import draw, ticks
 from drafthead.pipeline.report.page import TEMPLATE
 from drafthead.pipeline.report.terms import TERMS
@@ -178,6 +179,12 @@ def test_the_page_loads_nothing(finished_run: Path) -> None:
     text = (finished_run / "report.html").read_text(encoding="utf-8")
     assert "url(" not in text
     assert "@import" not in text
+
+
+def test_the_serve_command_is_as_one_types_it_here(served_run: Run, finished_run: Path) -> None:
+    """Without its cache's size vLLM's CPU build wants 92 % of the memory, and often does not start."""
+    shown = [text for text in page_of(finished_run).texts if "vllm serve" in text]
+    assert shown == [typed_here(serve_command(served_run.served_target.path, finished_run / "export"))]
 
 
 def test_the_revision_of_a_target_from_the_hub_is_said(finished_run: Path, tmp_path: Path) -> None:
