@@ -28,6 +28,7 @@ from drafthead.data.batches import Pack, stream_packs  # noqa: E402
 from drafthead.data.conversations import read_conversations  # noqa: E402
 from drafthead.data.errors import InputError  # noqa: E402
 from drafthead.data.files import read_json, read_jsonl, write_json, write_jsonl  # noqa: E402
+from drafthead.eval.bootstrap import Quotient, listed, ratio_interval  # noqa: E402
 from drafthead.pipeline.cores import keep_freed_memory  # noqa: E402
 from drafthead.pipeline.evaluate import PromptSet, load_prompts  # noqa: E402
 from drafthead.pipeline.heads.build import build_head, load_head  # noqa: E402
@@ -246,18 +247,20 @@ PIECES: dict[str, Callable[[Run, argparse.Namespace], None]] = {
 def read_report(folder: Path, k: int) -> dict[str, Any]:
     """What there is of each contender, and the ratio of their served accept lengths once both are served."""
     rows: dict[str, Any] = {}
-    texts = {}
+    texts, lengths = {}, {}
     for name in ("ours", "speculators"):
         if (folder / f"{name}.json").is_file():
             rows[name] = read_json(folder / f"{name}.json")
         if (folder / f"served-{name}-k{k}.json").is_file():
             served = read_json(folder / f"served-{name}-k{k}.json")
             rows[name]["served"], texts[name] = served["served"], served["texts"]
+            lengths[name] = Quotient.of([(sum(one) + len(one), len(one)) for one in served["accepted"]])
     report: dict[str, Any] = {"threads": torch.get_num_threads(), "k": k, "rows": rows}
     if len(texts) == 2:
         ours, theirs = (rows[name]["served"]["mean_acceptance_length"] for name in ("ours", "speculators"))
         same = sum(one == other for one, other in zip(*texts.values(), strict=True))
-        report |= {"ratio": ours / theirs, "equal_texts": f"{same}/{len(texts['ours'])}"}
+        found = listed(ratio_interval(lengths["ours"], lengths["speculators"]))
+        report |= {"ratio": ours / theirs, "interval": found, "equal_texts": f"{same}/{len(texts['ours'])}"}
     return report
 
 
@@ -276,7 +279,12 @@ def render(report: dict[str, Any]) -> str:
             f"{walk['mean_acceptance_length']:.3f} | {shown} |"
         )
     if "ratio" in report:
-        lines += ["", f"ours / speculators: {report['ratio']:.3f} (bar: {BAR}); equal texts: {report['equal_texts']}"]
+        low, high = report["interval"] or (float("nan"),) * 2
+        lines += [
+            "",
+            f"ours / speculators: {report['ratio']:.3f} ({low:.3f} to {high:.3f} by the choice of prompts, 95 %; bar: "
+            f"{BAR}); equal texts: {report['equal_texts']}",
+        ]
     return "\n".join(lines)
 
 

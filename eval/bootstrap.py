@@ -89,6 +89,16 @@ def difference_error(one: Quotient, other: Quotient, *, seed: int = 0, paired: b
     return _error(one.redrawn(times_SN) - other.redrawn(other_times_SN), count)
 
 
+def ratio_interval(one: Quotient, other: Quotient, *, level: float = LEVEL, seed: int = 0) -> Interval | None:
+    """Confidence interval of `one` / `other`, paired; arguments and the None as `difference_interval`'s."""
+    count = min(one.count, other.count)
+    if count < 2 or not one.value or not other.value:
+        return None
+    times_SN = _draw(len(one.top_N), seed)
+    error = _error(one.redrawn(times_SN) / other.redrawn(times_SN), count)
+    return _around(one.value / other.value, error, count, level)
+
+
 def listed(found: Interval | None) -> list[float] | None:
     """As JSON gives it back."""
     return None if found is None else list(found)

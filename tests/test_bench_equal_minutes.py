@@ -69,15 +69,21 @@ def test_the_table_waits_for_what_is_missing(bench: ModuleType, tmp_path: Path) 
     write_json(tmp_path / "ours.json", row)
     assert "ratio" not in bench.read_report(tmp_path, 3)
     write_json(tmp_path / "speculators.json", row)
+    rounds = {"ours": [[1, 1, 0], [2, 0]], "speculators": [[1, 0, 0], [2, 0, 0]]}
     for name, length in (("ours", 1.8), ("speculators", 1.5)):
         served = {"per_position": [0.4, 0.2, None], "mean_acceptance_length": length}
-        write_json(tmp_path / f"served-{name}-k3.json", {"served": served, "texts": [[1, 2], [3]]})
+        answers = {"texts": [[1, 2], [3]], "accepted": rounds[name]}
+        write_json(tmp_path / f"served-{name}-k3.json", {"served": served, **answers})
     report = bench.read_report(tmp_path, 3)
     assert report["ratio"] == pytest.approx(1.2)
+    low, high = report["interval"]
+    assert (low + high) / 2 == pytest.approx(1.2)
+    assert low < 1.19
     assert report["equal_texts"] == "2/2"
     table = bench.render(report)
     assert "| speculators | 1.0 | 10 | 600 | 10 | 2.500 | 0.400 0.200 0.100 | 1.700 | 0.400 0.200 - | 1.500 |" in table
-    assert "ours / speculators: 1.200 (bar: 1.2); equal texts: 2/2" in table
+    assert f"ours / speculators: 1.200 ({low:.3f} to {high:.3f} by the choice of prompts, 95 %; bar: 1.2)" in table
+    assert "equal texts: 2/2" in table
 
 
 def test_states_of_another_version_are_refused(

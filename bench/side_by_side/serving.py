@@ -18,7 +18,8 @@ def serve_head(
     """Serve the target with an EAGLE-3 head, or read what an earlier call left in `report`.
 
     Returns:
-        `served`, an object of `acceptance.from_counters`, and `texts`, the ids of each answer.
+        `served`, an object of `acceptance.from_counters`, `texts`, the ids of each answer, and `accepted`, the draft
+        tokens kept in each of its rounds.
     """
     if not report.is_file():
         config = EngineConfig(
@@ -32,8 +33,9 @@ def serve_head(
             for number, prompt in enumerate(prompts)
         ]
         found = measure(config, requests, [], report.with_suffix(".log"))
-        texts = [found.results[str(number)].token_ids for number in range(len(prompts))]
-        write_json(report, {"served": found.rates(), "texts": texts})
+        results = [found.results[str(number)] for number in range(len(prompts))]
+        texts, accepted = [one.token_ids for one in results], [one.accepted for one in results]
+        write_json(report, {"served": found.rates(), "texts": texts, "accepted": accepted})
     value: dict[str, Any] = read_json(report)
     return value
 

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from drafthead.eval.bootstrap import Quotient, difference_interval, excludes_zero, interval, student_quantile
+from drafthead.eval.bootstrap import (
+    Quotient,
+    difference_interval,
+    excludes_zero,
+    interval,
+    ratio_interval,
+    student_quantile,
+)
 
 K = 3
 
@@ -32,6 +39,20 @@ def test_of_a_hundred_intervals_about_95_hold_the_truth(prompts: int) -> None:
         found = (interval(one), interval(other), difference_interval(other, one))
         hits += torch.tensor([low < truth < high for (low, high), truth in zip(found, truths, strict=True)])  # type: ignore[misc]
     assert (hits / 300).tolist() == pytest.approx([0.95] * 3, abs=0.035)
+
+
+def test_of_a_hundred_intervals_of_a_ratio_about_95_hold_the_truth() -> None:
+    generator = torch.Generator().manual_seed(3)
+    truth = TRUTH[1].value / TRUTH[0].value  # type: ignore[operator]
+    hits = 0
+    for _ in range(300):
+        one, other = measured(24, generator)
+        found = ratio_interval(other, one)
+        assert found is not None
+        assert sum(found) / 2 == pytest.approx(other.value / one.value)  # type: ignore[operator]
+        hits += found[0] < truth < found[1]
+    assert hits / 300 == pytest.approx(0.95, abs=0.035)
+    assert ratio_interval(one, one) == (1, 1)
 
 
 def test_pairing_cancels_what_the_prompts_add_to_both() -> None:
@@ -79,6 +100,7 @@ def test_a_mean_has_the_textbook_interval() -> None:
 )
 def test_one_prompt_gives_no_interval(parts: list[tuple[float, float]]) -> None:
     one = Quotient.of(parts)
+    assert ratio_interval(one, one) is None
     assert interval(one) is None
     assert difference_interval(one, one) is None
     assert one.value == (1.5 if parts else None)
