@@ -29,6 +29,7 @@ from drafthead.data.conversations import read_conversations  # noqa: E402
 from drafthead.data.errors import InputError  # noqa: E402
 from drafthead.data.files import read_json, read_jsonl, write_json, write_jsonl  # noqa: E402
 from drafthead.eval.bootstrap import Quotient, listed, ratio_interval  # noqa: E402
+from drafthead.pipeline.cli import quiet_libraries  # noqa: E402
 from drafthead.pipeline.cores import keep_freed_memory  # noqa: E402
 from drafthead.pipeline.evaluate import PromptSet, load_prompts  # noqa: E402
 from drafthead.pipeline.heads.build import build_head, load_head  # noqa: E402
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     options = _options(argv)
     os.environ.setdefault("WANDB_MODE", "disabled")
+    quiet_libraries()
     keep_freed_memory()  # of both: children inherit it
     base = open_run(options.run, STAGES, [])
     if not isinstance(base.recipe.head, Eagle3Config):

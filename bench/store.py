@@ -31,6 +31,7 @@ from drafthead.eval.acceptance import RequestRounds, summarize  # noqa: E402
 from drafthead.eval.bootstrap import difference_error  # noqa: E402
 from drafthead.eval.intervals import pooled_length  # noqa: E402
 from drafthead.pipeline.capture import length_batches, store_info  # noqa: E402
+from drafthead.pipeline.cli import quiet_libraries  # noqa: E402
 from drafthead.pipeline.cores import keep_freed_memory  # noqa: E402
 from drafthead.pipeline.evaluate import load_prompts  # noqa: E402
 from drafthead.pipeline.heads.build import load_head  # noqa: E402
@@ -61,6 +62,7 @@ ALWAYS = ("train.evaluate_every=1000000", "train.checkpoint_every=1000000", "eva
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
+    quiet_libraries()
     keep_freed_memory()
     dtypes = options.dtype or list(DTYPES)
     exact = make_run(dtypes[0], 0, options, None)
