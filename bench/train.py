@@ -28,6 +28,7 @@ sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != ROOT /
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from drafthead.data.batches import Pack, plan_epoch  # noqa: E402
 from drafthead.data.errors import InputError  # noqa: E402
+from drafthead.pipeline.cli import quiet_libraries  # noqa: E402
 from drafthead.pipeline.heads.build import build_head  # noqa: E402
 from drafthead.pipeline.launch import make_accelerator  # noqa: E402
 from drafthead.pipeline.optim import build_optimizer  # noqa: E402
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.run}: no run to take states from; give one with finished stages up to capture", file=sys.stderr
         )
         return 0 if argv is None and len(sys.argv) == 1 else 2
+    quiet_libraries()  # a line of DeepSpeed's own before the JSON object
     if options.threads:
         torch.set_num_threads(options.threads)
     run = open_run(options.run, STAGES, [])
