@@ -28,7 +28,9 @@ from drafthead.data.batches import Pack, stream_packs  # noqa: E402
 from drafthead.data.conversations import read_conversations  # noqa: E402
 from drafthead.data.errors import InputError  # noqa: E402
 from drafthead.data.files import read_json, read_jsonl, write_json, write_jsonl  # noqa: E402
-from drafthead.eval.bootstrap import Quotient, listed, ratio_interval  # noqa: E402
+from drafthead.eval.acceptance import RequestRounds  # noqa: E402
+from drafthead.eval.bootstrap import listed, ratio_interval  # noqa: E402
+from drafthead.eval.intervals import pooled_length  # noqa: E402
 from drafthead.pipeline.cli import quiet_libraries  # noqa: E402
 from drafthead.pipeline.cores import keep_freed_memory  # noqa: E402
 from drafthead.pipeline.evaluate import PromptSet, load_prompts  # noqa: E402
@@ -256,7 +258,10 @@ def read_report(folder: Path, k: int) -> dict[str, Any]:
         if (folder / f"served-{name}-k{k}.json").is_file():
             served = read_json(folder / f"served-{name}-k{k}.json")
             rows[name]["served"], texts[name] = served["served"], served["texts"]
-            lengths[name] = Quotient.of([(sum(one) + len(one), len(one)) for one in served["accepted"]])
+            answers = zip(served["accepted"], served["texts"], strict=True)
+            lengths[name] = pooled_length(
+                [RequestRounds(domain="", accepted=rounds, num_tokens=len(text) - 1) for rounds, text in answers]
+            )
     report: dict[str, Any] = {"threads": torch.get_num_threads(), "k": k, "rows": rows}
     if len(texts) == 2:
         ours, theirs = (rows[name]["served"]["mean_acceptance_length"] for name in ("ours", "speculators"))
@@ -281,12 +286,10 @@ def render(report: dict[str, Any]) -> str:
             f"{walk['mean_acceptance_length']:.3f} | {shown} |"
         )
     if "ratio" in report:
-        low, high = report["interval"] or (float("nan"),) * 2
-        lines += [
-            "",
-            f"ours / speculators: {report['ratio']:.3f} ({low:.3f} to {high:.3f} by the choice of prompts, 95 %; bar: "
-            f"{BAR}); equal texts: {report['equal_texts']}",
-        ]
+        found = report["interval"]
+        within = f"{found[0]:.3f} to {found[1]:.3f} by the choice of prompts, 95 %; " if found else ""
+        line = f"ours / speculators: {report['ratio']:.3f} ({within}bar: {BAR}); equal texts: {report['equal_texts']}"
+        lines += ["", line]
     return "\n".join(lines)
 
 

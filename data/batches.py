@@ -91,14 +91,14 @@ def _steps_of_alike(
             yield packs[:packs_per_step]
             packs = packs[packs_per_step:]
         whole = len(packs) - len(packs) % packs_per_step
+        packs, left = packs[:whole], packs[whole:]
         chance = random.Random(f"{seed}-{epoch}-alike")
         for start in range(0, whole, ALIKE_WITHIN * packs_per_step):
-            window = packs[start : min(start + ALIKE_WITHIN * packs_per_step, whole)]
+            window = packs[start : start + ALIKE_WITHIN * packs_per_step]
             window.sort(key=lambda pack: sum(slots[row] for row in pack))
             steps = [window[first : first + packs_per_step] for first in range(0, len(window), packs_per_step)]
             chance.shuffle(steps)
             yield from steps
-        left = packs[whole:]
 
 
 def supervised_slots(row: Row) -> int:

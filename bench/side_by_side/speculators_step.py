@@ -57,7 +57,7 @@ class Trainer:
         self.loss_config = resolve_loss_config("kl_div", "eager")
 
     def step(self, batch: dict[str, torch.Tensor], done: float = WARM_UP) -> tuple[float, float]:
-        """Returns the loss and the seconds that the step took; `done`: share of the training that lies behind it."""
+        """Returns the loss and the seconds that it took; `done`: share of the training so far (default: full rates)."""
         for group, rate in self.groups:
             group["lr"] = rate * min(done / WARM_UP, (1 - done) / (1 - WARM_UP))
         if self.dtype == torch.float32:

@@ -100,6 +100,8 @@ def test_the_packs_of_a_step_are_alike_and_no_row_is_lost() -> None:
     slots = [generator.randint(1, length - 2) for length in lengths]
     steps = plan_steps(lengths, slots, 64, 0, 2, 3 * sum(lengths))
     streamed = list(itertools.islice(stream_packs(lengths, 64, 0), 2 * len(steps)))
+    dealt = [row for step in steps for pack in step for row in pack]
+    assert sorted(dealt[: 3 * len(lengths)]) == sorted(3 * [*range(len(lengths))])
 
     def waited(pairs: list[list[list[int]]]) -> float:
         work = [[sum(slots[row] for row in pack) for pack in pair] for pair in pairs]
